@@ -19,11 +19,10 @@ from dataclasses import dataclass
 from types import ModuleType
 
 import torch
+from fxfuse.kernels import compiled, reference
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 from torch.autograd.function import once_differentiable
-
-from fxfuse.kernels import reference
 
 _LIBRARY = torch.library.Library("fxfuse", "DEF")
 # Inductor may pick other strides for the inputs, but not another order: the last dim stays contiguous.
@@ -226,19 +225,19 @@ def _forward_on(implementation):
     return {"rms_norm_fwd": rms_norm_fwd, "add_rms_norm_fwd": add_rms_norm_fwd}
 
 
-def _plain_forward(x, residual, weight, attributes):
+def _plain_forward(x, residual, weight, attributes, formulas=reference):
     if residual is None:
-        y, rstd = reference.rms_norm(x, weight, **attributes.resolve(x.dtype))
+        y, rstd = formulas.rms_norm(x, weight, **attributes.resolve(x.dtype))
         return _fresh(y, x), x, rstd.contiguous()
     resolved = attributes.resolve(torch.result_type(x, residual))
-    y, h, rstd = reference.add_rms_norm(x, residual, weight, **resolved)
+    y, h, rstd = formulas.add_rms_norm(x, residual, weight, **resolved)
     return y.contiguous(), h.contiguous(), rstd.contiguous()
 
 
 def _cpu_forward(x, residual, weight, attributes):
     if _interpreted():
         return _triton_forward(x, residual, weight, attributes)
-    return _plain_forward(x, residual, weight, attributes)
+    return _plain_forward(x, residual, weight, attributes, compiled)
 
 
 def _triton_forward(x, residual, weight, attributes):
@@ -272,8 +271,10 @@ def _y_dtype(h_dtype: torch.dtype, weight: Tensor | None, attributes: Rounding) 
     return resolved["out_dtype"] or dtype
 
 
-def _plain_backward(dys, h, weight, rstd, dres, *, weight_offset=0.0, need_dweight):
-    dh, dweight = reference.rms_norm_bwd(
+def _plain_backward(
+    dys, h, weight, rstd, dres, *, weight_offset=0.0, need_dweight, formulas=reference
+):
+    dh, dweight = formulas.rms_norm_bwd(
         dys, h, weight, rstd, dres, weight_offset=weight_offset, need_dweight=need_dweight
     )
     return _fresh(dh, dres, *dys), _or_empty(dweight, h, weight)
@@ -282,7 +283,7 @@ def _plain_backward(dys, h, weight, rstd, dres, *, weight_offset=0.0, need_dweig
 def _cpu_backward(dys, h, weight, rstd, dres, **attributes):
     if _interpreted():
         return _triton_backward(dys, h, weight, rstd, dres, **attributes)
-    return _plain_backward(dys, h, weight, rstd, dres, **attributes)
+    return _plain_backward(dys, h, weight, rstd, dres, **attributes, formulas=compiled)
 
 
 def _triton_backward(dys, h, weight, rstd, dres, *, weight_offset=0.0, need_dweight):
