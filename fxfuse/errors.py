@@ -44,3 +44,76 @@ class BadGraph(FxfuseError, TypeError):
 
 class UnsupportedTransform(FxfuseError, RuntimeError):
     template = "{op} does not support {transform}: {advice}"
+
+
+class TargetError(FxfuseError):
+    """The command line's TARGET cannot be used."""
+
+
+class BadTarget(TargetError):
+    template = (
+        "target {target!r} is none of path/to/file.py:factory, package.module:factory, "
+        "hf:NAME, hf:path/to/config.json, path/to/program.pt2"
+    )
+
+
+class TargetMissing(TargetError):
+    template = "{target}: there is no file {path!r}: check the path, it is relative to {cwd}"
+
+
+class ModuleMissing(TargetError):
+    template = "{target}: there is no module {module!r} here: name its file, or go to its folder"
+
+
+class PackageMissing(TargetError):
+    template = (
+        "{target}: cannot be imported, since {wanted_by} needs {package!r}, which is not "
+        "installed: install it in the environment of fxfuse"
+    )
+
+
+class TargetRaised(TargetError):
+    template = (
+        "{target}: {action} raised {kind} at {where}: {message} (--traceback shows all of it)"
+    )
+
+
+class NoFactory(TargetError):
+    template = "{target}: {path} has no {name!r}: it defines {known}"
+
+
+class NoModel(TargetError):
+    template = (
+        "{target}: the factory returned {got}: it has to return an nn.Module, "
+        "(model, args) or (model, args, kwargs)"
+    )
+
+
+class NoInputs(TargetError):
+    template = (
+        "{target}: the model comes without inputs: let the factory return (model, args), "
+        "or say --input 2x128xbfloat16 (repeat it, or name it: --input ids=1x2048xint64)"
+    )
+
+
+class UnknownArchitecture(TargetError):
+    template = "{target}: transformers {version} has no model type {name!r}: {near}"
+
+
+class UnknownSetting(FxfuseError):
+    template = "--set {setting!r}: {problem}"
+
+
+class BadInput(FxfuseError):
+    template = (
+        "--input {text!r}: {problem}: write sizes joined by x, then a dtype if it is not the "
+        "model's, as in 2x128xbfloat16, x=2x16x64, ids=1x2048xint64"
+    )
+
+
+class BadExpectation(FxfuseError):
+    template = "--expect {text!r}: write PATTERN=COUNT, as in add_rms_norm=64"
+
+
+class BadConfig(TargetError):
+    template = "{target}: {path} is no config of transformers: {problem}"

@@ -1,0 +1,92 @@
+"""A `Report` as the command line prints it: sites, near misses, totals.
+
+Sites that differ only in where they are share one heading, so that many equal layers stay readable.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+
+from tabulate import tabulate
+
+from fxfuse import places
+from fxfuse.report import Match, Miss, Report
+
+
+def sites(report: Report) -> str:
+    """Each site with its module path and line, below what it shares with others of its kind."""
+    blocks = []
+    for pattern in report.counts:
+        matches = [m for m in report.matches if m.pattern == pattern]
+        blocks.append(f"{pattern}: {_count(len(matches), 'site')}")
+        for heading, same in _alike(matches):
+            rows = [(i, m.module or "-", places.short(m.where) or "-") for i, m in same]
+            blocks.append(f"{heading}\n\n{_indent(tabulate(rows, ('', 'module', 'where')))}")
+    return "\n\n".join(blocks)
+
+
+def misses(report: Report, why: bool) -> str:
+    """The near misses: each with its reason, or one line that counts the reasons."""
+    if not report.misses:
+        return "near misses: none"
+    if why:
+        heads = ("near miss of", "module", "where", "reason")
+        rows = [(m.pattern, m.module or m.node or "-", places.short(m.where), m.reason)
+                for m in report.misses]  # fmt: skip
+        return tabulate(rows, heads, maxcolwidths=[None, None, None, 90])
+    reasons = Counter(_reason(m) for m in report.misses).most_common()
+    shown = "; ".join(f"{n} x {reason}" for reason, n in reasons[:3])
+    rest = f"; {len(reasons) - 3} other reasons" if len(reasons) > 3 else ""
+    return f"near misses: {len(report.misses)} ({shown}{rest}); --why lists them"
+
+
+def totals(report: Report) -> str:
+    """One line: the count of each pattern and the memory traffic that is saved."""
+    counts = ", ".join(f"{n} {pattern}" for pattern, n in report.counts.items())
+    saved = sum(m.bytes_saved or 0 for m in report.matches)
+    tail = f"; {_bytes(saved)} of memory traffic saved per step" if saved else ""
+    return f"total: {counts or 'no site'}{tail}; {_count(len(report.misses), 'near miss', 'es')}"
+
+
+def _alike(matches: Iterable[Match]) -> Iterator[tuple[str, list[tuple[int, Match]]]]:
+    """Headings, in the order of their first site, with the numbered sites below each."""
+    numbered = list(enumerate(matches, 1))
+    headings = {i: _heading(m) for i, m in numbered}
+    order = {heading: i for i, heading in reversed(headings.items())}
+    numbered.sort(key=lambda one: order[headings[one[0]]])
+    for heading, same in groupby(numbered, key=lambda one: headings[one[0]]):
+        yield heading, list(same)
+
+
+def _heading(m: Match) -> str:
+    operands = ", ".join(
+        f"{name} {'x'.join(map(str, shape))} {m.dtypes.get(name, '')}".rstrip()
+        for name, shape in m.shapes.items()
+    )
+    rows = [
+        ("op", m.op),
+        ("operands", operands or "not known from this graph"),
+        ("attributes", ", ".join(f"{k}={v}" for k, v in m.attributes.items())),
+        ("policy", m.policy),
+        ("saved", _bytes(m.bytes_saved) + " a site" if m.bytes_saved else "not known"),
+    ]
+    return _indent(tabulate([row for row in rows if row[1]], tablefmt="plain"))
+
+
+def _reason(m: Miss) -> str:
+    return f"{m.pattern}: {m.reason}"
+
+
+def _count(n: int, noun: str, plural: str = "s") -> str:
+    return f"{n} {noun}{'' if n == 1 else plural}"
+
+
+def _bytes(n: int) -> str:
+    power = min(max(len(str(n)) - 1, 0) // 3, 4)
+    return f"{n / 1000**power:.4g} {('bytes', 'kB', 'MB', 'GB', 'TB')[power]}"
+
+
+def _indent(text: str) -> str:
+    return "\n".join(f"  {line}".rstrip() for line in text.splitlines())
