@@ -1,0 +1,348 @@
+"""The words that patterns are written in, and how they are found in a graph.
+
+A pattern is an expression over the vocabulary of `fxfuse.view`, written like the mathematics:
+
+    x, w, eps = var("x"), var("weight"), scalar("eps")
+    norm = maybe_cast(upcast(x) * rsqrt(mean(square(upcast(x))) + eps)) * w
+
+`+` and `*` match in either order, `|` is a choice. Matching is a search that backtracks: an expression
+yields once for each way in which it fits, and the `Bound` holds what the way at hand has bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from fxfuse.facts import Facts
+from fxfuse.view import Attr, Term, View, is_number
+
+
+@dataclass(frozen=True, slots=True)
+class Decline:
+    """A pattern's refusal of a site that has the right form; the reason is for the user."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The op call that replaces a site: `outputs` names the bound nodes that its results stand for."""
+
+    op: torch._ops.OpOverload
+    args: tuple
+    kwargs: dict
+    outputs: tuple[str, ...]
+
+
+class Bound:
+    """What one way of matching bound: names, and the nodes that the match covers."""
+
+    def __init__(self, view: View, root: fx.Node) -> None:
+        self.view = view
+        self.root = root
+        self.names: dict[str, object] = {}
+        self.nodes: list[fx.Node] = []
+        self.flaws: list[tuple[fx.Node, str]] = []
+        self._trail: list[str] = []
+
+    @property
+    def facts(self) -> Facts:
+        return self.view.facts
+
+    def __getattr__(self, name: str) -> object:
+        try:
+            return self.__dict__["names"][name]
+        except KeyError:
+            raise AttributeError(f"this match bound no {name!r}") from None
+
+    def has(self, name: str) -> bool:
+        return self.names.get(name) is not None
+
+    def get(self, name: str, default: object = None) -> object:
+        return self.names.get(name, default)
+
+    def dtype(self, name: str) -> torch.dtype | None:
+        return self.facts.dtype(self.names.get(name))
+
+    def shape(self, name: str) -> tuple | None:
+        return self.facts.shape(self.names.get(name))
+
+    def call(
+        self, op: torch._ops.OpOverload, *args: object, outputs: tuple[str, ...], **kwargs: object
+    ) -> Call:
+        """The op to put there: always an overload, since a Python function would miss every cache.
+
+        outputs: what its results stand for, in order. The first is the last node of the match, the
+        others are names that the pattern keeps.
+        """
+        return Call(op, args, kwargs, outputs)
+
+    def decline(self, reason: str) -> Decline:
+        return Decline(reason)
+
+    # ---- used by expressions ----
+
+    def mark(self) -> tuple[int, int]:
+        return len(self.nodes), len(self._trail)
+
+    def undo(self, mark: tuple[int, int]) -> None:
+        del self.nodes[mark[0] :]
+        while len(self._trail) > mark[1]:
+            del self.names[self._trail.pop()]
+
+    def bind(self, name: str, value: object) -> bool:
+        """Bind a name, or check that it is bound to the same thing already."""
+        if name in self.names:
+            known = self.names[name]
+            return known is value or (not isinstance(value, fx.Node) and known == value)
+        self.names[name] = value
+        self._trail.append(name)
+        return True
+
+
+class Expr:
+    """Base of all expressions. `words`: what the outermost term can be, None for anything."""
+
+    words: frozenset[str] | None = None
+
+    def match(self, operand: object, b: Bound) -> Iterator[None]:
+        raise NotImplementedError
+
+    def __add__(self, other: Expr) -> Expr:
+        return Word("add", self, other, commutes=True)
+
+    def __mul__(self, other: Expr) -> Expr:
+        return Word("mul", self, other, commutes=True)
+
+    def __or__(self, other: Expr) -> Expr:
+        return Either(self, other)
+
+
+class Word(Expr):
+    """A term of the vocabulary with the given operands."""
+
+    def __init__(self, word: str, *parts: Expr, commutes: bool = False) -> None:
+        self.word, self.words = word, frozenset({word})
+        self.orders = (parts, parts[::-1]) if commutes else (parts,)
+
+    def match(self, operand: object, b: Bound) -> Iterator[None]:
+        term = _look_through(operand, b)
+        if term is None or term.word != self.word:
+            return
+        if term.flaw:
+            b.flaws.append((term.nodes[0], term.flaw))
+            return
+        mark = b.mark()
+        b.nodes.extend(term.nodes)
+        for parts in self.orders:
+            yield from self._operands(parts, term.args, b)
+        b.undo(mark)
+
+    def _operands(self, parts: tuple, operands: tuple, b: Bound) -> Iterator[None]:
+        if not parts:
+            yield
+            return
+        for _ in parts[0].match(operands[0], b):
+            yield from self._operands(parts[1:], operands[1:], b)
+
+
+class Either(Expr):
+    def __init__(self, *choices: Expr) -> None:
+        self.choices = choices
+        sets = [c.words for c in choices]
+        self.words = None if None in sets else frozenset().union(*sets)
+
+    def match(self, operand: object, b: Bound) -> Iterator[None]:
+        for choice in self.choices:
+            yield from choice.match(operand, b)
+
+
+class Var(Expr):
+    """Any tensor; the same tensor wherever the name stands."""
+
+    def __init__(self, name: str, optional: bool) -> None:
+        self.name, self.optional = name, optional
+
+    def match(self, operand: object, b: Bound) -> Iterator[None]:
+        if not isinstance(operand, (fx.Node, Attr)) and not (self.optional and operand is None):
+            return
+        mark = b.mark()
+        if b.bind(self.name, operand):
+            yield
+        b.undo(mark)
+
+
+class Scalar(Expr):
+    """A number known when the graph was made."""
+
+    def __init__(self, name: str, optional: bool) -> None:
+        self.name, self.optional = name, optional
+
+    def match(self, operand: object, b: Bound) -> Iterator[None]:
+        if not is_number(operand) and not (self.optional and operand is None):
+            return
+        mark = b.mark()
+        if b.bind(self.name, operand):
+            yield
+        b.undo(mark)
+
+
+class Named(Expr):
+    """An inner expression whose node is bound too, so that a pattern can ask for it or return it."""
+
+    def __init__(self, name: str, inner: Expr) -> None:
+        self.name, self.inner, self.words = name, inner, inner.words
+
+    def match(self, operand: object, b: Bound) -> Iterator[None]:
+        node = operand.nodes[0] if isinstance(operand, Term) else operand
+        if not isinstance(node, fx.Node):
+            return
+        if self.name in b.names:
+            if b.names[self.name] is node:
+                yield
+            return
+        mark = b.mark()
+        b.bind(self.name, node)
+        yield from self.inner.match(operand, b)
+        b.undo(mark)
+
+
+class MaybeCast(Expr):
+    """The inner expression, or one cast of it, which is bound to `name`."""
+
+    def __init__(self, inner: Expr, name: str) -> None:
+        self.inner, self.name = inner, name
+        self.words = None if inner.words is None else inner.words | {"cast"}
+
+    def match(self, operand: object, b: Bound) -> Iterator[None]:
+        term = _look_through(operand, b)
+        if term is not None and term.word == "cast" and self.name not in b.names:
+            mark = b.mark()
+            b.nodes.extend(term.nodes)
+            b.bind(self.name, term.nodes[0])
+            yield from self.inner.match(term.args[0], b)
+            b.undo(mark)
+        yield from self.inner.match(operand, b)
+
+
+class Upcast(Expr):
+    """The inner expression behind any casts that lose nothing; the outermost is bound to `name`."""
+
+    def __init__(self, inner: Expr, name: str | None) -> None:
+        self.inner, self.name = inner, name
+
+    def match(self, operand: object, b: Bound) -> Iterator[None]:
+        mark = b.mark()
+        term = b.view.see(operand)
+        first = operand
+        while term is not None and term.word == "cast" and _keeps(b.facts, term):
+            b.nodes.extend(term.nodes)
+            operand = term.args[0]
+            term = b.view.see(operand)
+        if operand is not first and self.name and self.name not in b.names:
+            b.bind(self.name, first)
+        yield from self.inner.match(operand, b)
+        b.undo(mark)
+
+
+def _look_through(operand: object, b: Bound) -> Term | None:
+    term = b.view.see(operand)
+    while term is not None and term.word == "same":
+        b.nodes.extend(term.nodes)
+        term = b.view.see(term.args[0])
+    return term
+
+
+_WIDER = {
+    torch.float16: (torch.float16, torch.float32, torch.float64),
+    torch.bfloat16: (torch.bfloat16, torch.float32, torch.float64),
+    torch.float32: (torch.float32, torch.float64),
+    torch.float64: (torch.float64,),
+}
+
+
+def _keeps(facts: Facts, cast: Term) -> bool:
+    """True if a cast loses no bits. Of an unknown dtype, only a cast to fp32 or fp64 is taken so."""
+    source, target = facts.dtype(cast.args[0]), cast.dtype
+    if source is None:
+        return target in (torch.float32, torch.float64)
+    return target in _WIDER.get(source, ())
+
+
+# ---- the words --------------------------------------------------------------------------------
+
+
+def var(name: str, optional: bool = False) -> Expr:
+    return Var(name, optional)
+
+
+def scalar(name: str, optional: bool = False) -> Expr:
+    return Scalar(name, optional)
+
+
+def named(name: str, inner: Expr) -> Expr:
+    return Named(name, inner)
+
+
+def maybe_cast(inner: Expr, name: str) -> Expr:
+    return MaybeCast(inner, name)
+
+
+def upcast(inner: Expr, name: str | None = None) -> Expr:
+    return Upcast(inner, name)
+
+
+def word(name: str, *parts: Expr) -> Expr:
+    """A term by its word in the vocabulary, for words that have no function here."""
+    return Word(name, *parts)
+
+
+def square(x: Expr) -> Expr:
+    return Word("square", x)
+
+
+def mean(x: Expr) -> Expr:
+    return Word("mean", x)
+
+
+def rsqrt(x: Expr) -> Expr:
+    return Word("rsqrt", x)
+
+
+# ---- fusions ----------------------------------------------------------------------------------
+
+Builder = Callable[[Bound], "Call | Decline | None"]
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """A pattern: what to look for and what to put there.
+
+    build returns the op call, a `Decline` with the reason, or None: "not in this way", on which the
+    search goes on without a word. keep: bound names whose nodes may be used outside of the match,
+    because the op returns them. size: of two patterns that fit one node the larger is tried first.
+    """
+
+    name: str
+    expression: Expr
+    build: Builder
+    keep: tuple[str, ...] = ()
+    size: int = 0
+    doc: str = ""
+    origin: str = field(default="fxfuse", compare=False)
+
+    def ways(self, view: View, node: fx.Node) -> Iterator[Bound]:
+        """Each way in which the pattern fits with `node` as its last node."""
+        b = Bound(view, node)
+        for _ in self.expression.match(node, b):
+            yield b
+
+    def flaws(self, view: View, node: fx.Node) -> list[tuple[fx.Node, str]]:
+        b = Bound(view, node)
+        for _ in self.expression.match(node, b):
+            pass
+        return b.flaws

@@ -1,0 +1,24 @@
+"""A residual add and the RMSNorm of its sum: h = x + residual; y = rms_norm(h)."""
+
+from __future__ import annotations
+
+from fxfuse.facts import same_shape
+import fxfuse.kernels.ops  # noqa: F401  (defines the op)
+import torch
+from fxfuse.match import Bound, Call, Decline, named, var
+from fxfuse.patterns.norms import numerics, rms_norm_of, weight_of
+from fxfuse.registry import pattern
+
+total = named("h", var("x") + var("residual"))
+
+
+@pattern("add_rms_norm", rms_norm_of(total), keep=("h",), size=2)
+def build(b: Bound) -> Call | Decline | None:
+    """Residual add and RMSNorm over the last dimension; the sum stays available."""
+    x, residual = b.shape("x"), b.shape("residual")
+    if x is not None and residual is not None and not same_shape(x, residual):
+        return b.decline(f"the operands of the add broadcast: {tuple(x)} and {tuple(residual)}")
+    attributes = numerics(b)
+    if not isinstance(attributes, dict):
+        return attributes
+    return b.call(torch.ops.fxfuse.add_rms_norm.default, b.x, b.residual, weight_of(b), outputs=("y", "h"), **attributes)

@@ -1,0 +1,18 @@
+"""RMSNorm on its own: x / sqrt(mean(x^2) + eps) [* weight]."""
+
+from __future__ import annotations
+
+import fxfuse.kernels.ops  # noqa: F401  (defines the op)
+import torch
+from fxfuse.match import Bound, Call, Decline, var
+from fxfuse.patterns.norms import numerics, rms_norm_of, weight_of
+from fxfuse.registry import pattern
+
+
+@pattern("rms_norm", rms_norm_of(var("h")), size=1)
+def build(b: Bound) -> Call | Decline | None:
+    """RMSNorm over the last dimension."""
+    attributes = numerics(b)
+    if not isinstance(attributes, dict):
+        return attributes
+    return b.call(torch.ops.fxfuse.rms_norm.default, b.h, weight_of(b), outputs=("y",), **attributes)
