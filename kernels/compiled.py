@@ -29,7 +29,7 @@ def rms_norm(h: Tensor, weight: Tensor | None, **attributes) -> tuple[Tensor, Te
     """`reference.rms_norm`, compiled where that pays; y and rstd are contiguous."""
     if not _pays(h):
         return reference.rms_norm(h, weight, **attributes)
-    y, rstd = _run(reference.rms_norm, (_rows(h), weight), attributes)
+    y, rstd = _run(reference.rms_norm, (_rows(h, h.shape[-1:]), weight), attributes)
     return y.view(h.shape), rstd.view(h.shape[:-1])
 
 
@@ -39,7 +39,8 @@ def add_rms_norm(
     """`reference.add_rms_norm`, compiled where that pays; y, h and rstd are contiguous."""
     if not _pays(x) or x.shape != residual.shape:
         return reference.add_rms_norm(x, residual, weight, **attributes)
-    operands = (_rows(x), _rows(residual), weight)
+    columns = x.shape[-1:]
+    operands = (_rows(x, columns), _rows(residual, columns), weight)
     y, h, rstd = _run(reference.add_rms_norm, operands, attributes)
     return y.view(x.shape), h.view(x.shape), rstd.view(x.shape[:-1])
 
@@ -55,9 +56,10 @@ def rms_norm_bwd(
     """`reference.rms_norm_bwd`, compiled where that pays; dh is contiguous."""
     if not _pays(h):
         return reference.rms_norm_bwd(dys, h, weight, rstd, dres, **attributes)
-    rows = [_rows(t) for t in dys]
-    dres = None if dres is None else _rows(dres)
-    operands = (rows, _rows(h), weight, rstd.reshape(-1), dres)
+    columns = h.shape[-1:]
+    dys = [_rows(dy, columns) for dy in dys]
+    dres = None if dres is None else _rows(dres, columns)
+    operands = (dys, _rows(h, columns), weight, _rows(rstd, ()), dres)
     dh, dweight = _run(reference.rms_norm_bwd, operands, attributes)
     return dh.view(h.shape), dweight
 
@@ -71,10 +73,14 @@ def _pays(x: Tensor) -> bool:
     )
 
 
-def _rows(x: Tensor) -> Tensor:
-    """`x` as contiguous rows [M, N], a new tensor whose M may change from call to call."""
-    rows = x.reshape(-1, x.shape[-1]).contiguous()
-    rows = rows.view(rows.shape)
+def _rows(x: Tensor, columns: tuple[int, ...]) -> Tensor:
+    """`x` as contiguous runs of rows, a new tensor; their number may change from call to call.
+
+    Shape [M / RUN, RUN, *columns], or [M, *columns] where the rows do not make whole runs.
+    """
+    rows = x.reshape(-1, *columns).contiguous()
+    whole = rows.shape[0] % reference.RUN == 0
+    rows = rows.view(-1, reference.RUN, *columns) if whole else rows.view(rows.shape)
     torch._dynamo.maybe_mark_dynamic(rows, 0)
     return rows
 

@@ -1,14 +1,14 @@
 """The ops of namespace `fxfuse`, and the one place that talks to torch.library.
 
-The outer ops `rms_norm` and `add_rms_norm` own their gradient: they call an `autograd.Function` over the
-inner ops `*_fwd` and `rms_norm_bwd`, which are opaque to compilers and run a Triton kernel on a GPU.
-The attributes `forward` and `backward` choose for each side between that inner op ("kernel") and the
-plain ATen formula ("inline"), which a compiler fuses with the code around it.
+The outer ops `rms_norm` and `add_rms_norm` own their gradient: they call an `autograd.Function`
+over the inner ops `*_fwd` and `rms_norm_bwd`, which are opaque to compilers and run a Triton kernel
+on a GPU. The attributes `forward` and `backward` choose for each side between that inner op
+("kernel") and the plain ATen formula ("inline"), which a compiler fuses with the code around it.
 
 Attributes of all of them: `eps` (None: the machine epsilon), `weight_offset` (1 for a zero-centred
 weight), and where the graph rounds: `compute_dtype`, `unit_dtype` (the normalised value, before the
-weight) and `out_dtype`, each "" (what promotion gives), "input" (the dtype of x, or of x + residual) or
-the name of a torch dtype.
+weight) and `out_dtype`, each "" (what promotion gives), "input" (the dtype of x, or of
+x + residual) or the name of a torch dtype.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ import torch
 from fxfuse.kernels import compiled, reference
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
-from torch.autograd.function import once_differentiable
 
 _LIBRARY = torch.library.Library("fxfuse", "DEF")
-# Inductor may pick other strides for the inputs, but not another order: the last dim stays contiguous.
+# Inductor may choose the inputs' strides, but not their order: the last dim stays contiguous.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 _ROUNDING = (
     "float? eps, float weight_offset=0.0, "
@@ -49,13 +48,14 @@ class Rounding:
         return {
             "eps": self.eps,
             "weight_offset": self.weight_offset,
-            "compute_dtype": reference.resolve_dtype(self.compute_dtype, h_dtype) or h_dtype,
+            "compute_dtype": reference.resolve_dtype(self.compute_dtype, h_dtype)
+            or (torch.float64 if h_dtype == torch.float64 else torch.float32),
             "unit_dtype": reference.resolve_dtype(self.unit_dtype, h_dtype),
             "out_dtype": reference.resolve_dtype(self.out_dtype, h_dtype),
         }
 
 
-# ---------------------------------------------------------------------------------------- outer ops
+# ------------------------------------------------------------ outer ops
 
 
 def rms_norm(
@@ -91,8 +91,8 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """RMSNorm of h = x + residual, which broadcast and promote; returns y and h [..., N].
 
-    h is rounded to its own dtype before it is normalised. Gradients come in the dtypes and shapes of x,
-    residual and weight [N]. Raises ValueError for an unknown attribute value.
+    h is rounded to its own dtype before it is normalised. Gradients come in the dtypes and shapes
+    of x, residual and weight [N]. Raises ValueError for an unknown attribute value.
     """
     sides = _check_sides("add_rms_norm", forward, backward)
     attributes = Rounding(**rounding)
@@ -130,7 +130,7 @@ def _one_value_per_column(weight: Tensor | None, shape: Sequence[int]) -> bool:
     return weight is None or (weight.dim() == 1 and weight.shape[0] == shape[-1])
 
 
-# -------------------------------------------------------------------------------------- the gradient
+# ------------------------------------------------------------ the gradient
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -138,12 +138,11 @@ class _RMSNorm(torch.autograd.Function):
     def forward(ctx, x, weight, attributes, forward, backward):
         y, _, rstd = _forward(x, None, weight, attributes, forward)
         ctx.save_for_backward(x, weight, rstd)
-        ctx.weight_offset, ctx.side = attributes.weight_offset, backward
+        ctx.attributes, ctx.side = attributes, backward
         ctx.set_materialize_grads(False)
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dy):
         need_dx, need_dweight, *_ = ctx.needs_input_grad
         if dy is None:
@@ -157,13 +156,12 @@ class _AddRMSNorm(torch.autograd.Function):
     def forward(ctx, x, residual, weight, attributes, forward, backward):
         y, h, rstd = _forward(x, residual, weight, attributes, forward)
         ctx.save_for_backward(h, weight, rstd)
-        ctx.weight_offset, ctx.side = attributes.weight_offset, backward
+        ctx.attributes, ctx.side = attributes, backward
         ctx.operands = [(t.shape, t.dtype) for t in (x, residual)]
         ctx.set_materialize_grads(False)
         return y, h
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dy, dres):
         *need_operands, need_dweight = ctx.needs_input_grad[:3]
         if dy is None:
@@ -181,10 +179,15 @@ def _backward(
     ctx, dy: Tensor, dres: Tensor | None, need_dweight: bool
 ) -> tuple[Tensor, Tensor | None]:
     h, weight, rstd = ctx.saved_tensors
-    attributes = {"weight_offset": ctx.weight_offset, "need_dweight": need_dweight}
+    settings = {"weight_offset": ctx.attributes.weight_offset, "need_dweight": need_dweight}
+    if torch.is_grad_enabled():
+        # The gradient will be differentiated again: let autograd see how it depends on h.
+        compute_dtype = ctx.attributes.resolve(h.dtype)["compute_dtype"]
+        rstd = reference.inverse_rms(h.to(compute_dtype), ctx.attributes.eps).squeeze(-1)
+        return reference.rms_norm_bwd([dy], h, weight, rstd, dres, **settings)
     if ctx.side == "inline":
-        return reference.rms_norm_bwd([dy], h, weight, rstd, dres, **attributes)
-    dh, dweight = torch.ops.fxfuse.rms_norm_bwd.default([dy], h, weight, rstd, dres, **attributes)
+        return reference.rms_norm_bwd([dy], h, weight, rstd, dres, **settings)
+    dh, dweight = torch.ops.fxfuse.rms_norm_bwd.default([dy], h, weight, rstd, dres, **settings)
     return dh, (dweight if need_dweight else None)
 
 
@@ -209,7 +212,7 @@ def _forward(
     return torch.ops.fxfuse.add_rms_norm_fwd.default(x, residual, weight, **vars(attributes))
 
 
-# ---------------------------------------------------------------------------------------- inner ops
+# ------------------------------------------------------------ inner ops
 
 
 def _forward_on(implementation):
@@ -245,12 +248,13 @@ def _triton_forward(x, residual, weight, attributes):
     h_dtype = x.dtype if residual is None else torch.result_type(x, residual)
     resolved = attributes.resolve(h_dtype)
     compute_dtype = resolved.pop("compute_dtype")
-    if launch.unfit(
-        x, residual, weight, compute_dtype=compute_dtype, unit_dtype=resolved["unit_dtype"]
+    resolved["out_dtype"] = _y_dtype(h_dtype, weight, attributes)
+    resolved["eps"] = reference.resolve_eps(attributes.eps, compute_dtype)
+    unit_dtype = resolved["unit_dtype"]
+    if resolved["out_dtype"] not in launch.DTYPES or launch.unfit(
+        x, residual, weight, compute_dtype=compute_dtype, unit_dtype=unit_dtype
     ):
         return _plain_forward(x, residual, weight, attributes)
-    resolved["out_dtype"] = _y_dtype(h_dtype, weight, attributes)
-    resolved["eps"] = reference.resolve_eps(resolved["eps"], compute_dtype)
     return launch.forward(x, residual, weight, **resolved)
 
 
@@ -290,8 +294,14 @@ def _triton_backward(dys, h, weight, rstd, dres, *, weight_offset=0.0, need_dwei
     launch = _launch()
     need_dweight = need_dweight and weight is not None
     attributes = {"weight_offset": weight_offset, "need_dweight": need_dweight}
-    if launch.unfit(h, None, weight, compute_dtype=rstd.dtype, unit_dtype=None):
+    gradients = dys if dres is None else [*dys, dres]
+    if any(t.dtype not in launch.DTYPES for t in gradients) or launch.unfit(
+        h, None, weight, compute_dtype=rstd.dtype, unit_dtype=None
+    ):
         return _plain_backward(dys, h, weight, rstd, dres, **attributes)
+    spare = len(dys) - launch.MAX_GRADIENTS
+    if spare > 0:
+        dys = [reference.sum_gradients(dys[: spare + 1]), *dys[spare + 1 :]]
     dh, dweight = launch.backward(dys, h, weight, rstd, dres, **attributes)
     return dh, _or_empty(dweight, h, weight)
 
@@ -329,7 +339,7 @@ def _launch() -> ModuleType:
     return rms_norm_launch
 
 
-# ------------------------------------------------------------------------------------- registration
+# ------------------------------------------------------------ registration
 
 
 def _define_outer(name: str, inputs: str, returns: str, function) -> None:
@@ -337,8 +347,9 @@ def _define_outer(name: str, inputs: str, returns: str, function) -> None:
         f"{name}({inputs}, *, {_ROUNDING}, {_SIDES}) -> {returns}",
         tags=torch.Tag.pt2_compliant_tag,
     )
-    # Implicit, so that tracers see through to the inner op or the formula with autograd off as well.
+    # Implicit: tracers see through to the inner op or the formula, with autograd off as well.
     _LIBRARY.impl(name, function, "CompositeImplicitAutograd")
+    _LIBRARY.impl(name, function, "FuncTorchBatched")
 
 
 def _define_inner(name: str, signature: str, cuda, cpu, plain, fake) -> None:

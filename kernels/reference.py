@@ -1,8 +1,8 @@
 """The meaning of the norm ops: plain ATen formulas with every rounding written out.
 
-Each function is what the op of the same name computes, on any device and dtype. The "inline" forms of
-the ops trace these lines into the caller's graph, so they are also written for Inductor: one pass over
-a row, reductions over the last dim, one cast at the end.
+Each function is what the op of the same name computes, on any device and dtype. The "inline" forms
+of the ops trace these lines into the caller's graph, so they are also written for Inductor: one
+pass over a row, reductions over the last dim, one cast at the end.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 HALVES = (torch.float16, torch.bfloat16)
+# Rows that are added up in the compute dtype before their sums are added in fp64.
+RUN = 32
 
 
 def resolve_dtype(name: str, input_dtype: torch.dtype) -> torch.dtype | None:
@@ -33,7 +35,7 @@ def resolve_dtype(name: str, input_dtype: torch.dtype) -> torch.dtype | None:
 
 
 def resolve_eps(eps: float | None, compute_dtype: torch.dtype) -> float:
-    """`eps`, or what `torch.nn.functional.rms_norm` takes for None: fp32's epsilon for halves too."""
+    """`eps`, or for None what `torch.nn.functional.rms_norm` takes: fp32's epsilon for halves."""
     if eps is not None:
         return eps
     wide = compute_dtype if compute_dtype not in HALVES else torch.float32
@@ -52,13 +54,12 @@ def rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """RMSNorm of the last dim of `h` [..., N].
 
-    `compute_dtype` is the dtype of the statistics, `unit_dtype` the dtype that the normalised value is
-    rounded to before the weight, `out_dtype` that of y; None leaves what promotion gives.
+    `compute_dtype` is the dtype of the statistics, `unit_dtype` the dtype that the normalised value
+    is rounded to before the weight, `out_dtype` that of y; None leaves what promotion gives.
     Returns y [..., N] and rstd [...] in `compute_dtype`. Source: https://arxiv.org/abs/1910.07467
     """
     s = h.to(compute_dtype)
-    mean_square = s.pow(2).mean(-1, keepdim=True)
-    rstd = torch.rsqrt(mean_square + resolve_eps(eps, compute_dtype))
+    rstd = inverse_rms(s, eps)
     y = s * rstd
     if unit_dtype is not None:
         y = y.to(unit_dtype)
@@ -67,6 +68,11 @@ def rms_norm(
     if out_dtype is not None:
         y = y.to(out_dtype)
     return y, rstd.squeeze(-1)
+
+
+def inverse_rms(s: Tensor, eps: float | None) -> Tensor:
+    """rstd [..., 1] of the rows of `s` [..., N], in the dtype of `s`."""
+    return torch.rsqrt(s.pow(2).mean(-1, keepdim=True) + resolve_eps(eps, s.dtype))
 
 
 def add_rms_norm(
@@ -93,9 +99,9 @@ def rms_norm_bwd(
 ) -> tuple[Tensor, Tensor | None]:
     """The gradient of `rms_norm` at `h` [..., N], plus `dres`, the gradient that h gets elsewhere.
 
-    `dys` are gradients of y [..., N] that are still to be summed; the sum is rounded to their dtype after
-    each add, as autograd does. All else is computed in the dtype of `rstd` [...], at least in fp32.
-    Returns dh in h's dtype, and dweight [N] in the weight's dtype, or None where it is not needed.
+    `dys` are gradients of y [..., N] that are still to be summed; the sum is rounded to their dtype
+    after each add, as autograd does. All else is computed in the dtype of `rstd` [...], at least in
+    fp32. Returns dh in h's dtype, and dweight [N] in the weight's, or None where it is not needed.
     """
     wide = torch.promote_types(rstd.dtype, torch.float32)
     dy = sum_gradients(dys).to(wide)
@@ -107,7 +113,7 @@ def rms_norm_bwd(
         dh = dh + dres.to(wide)
     dweight = None
     if need_dweight and weight is not None:
-        dweight = (dy * x_hat).flatten(0, -2).sum(0).to(weight.dtype)
+        dweight = sum_rows(dy * x_hat).to(weight.dtype)
     return dh.to(h.dtype), dweight
 
 
@@ -117,6 +123,31 @@ def sum_gradients(dys: Sequence[Tensor]) -> Tensor:
     for dy in dys[1:]:
         total = total + dy
     return total
+
+
+def sum_rows(t: Tensor) -> Tensor:
+    """The sum [N] of the rows of `t` [..., N], with the error of a tree of additions at most.
+
+    Inductor's CPU code adds one row after the other, one strip of columns at a time. Short runs of
+    rows suit the cache better, and their sums are few enough to be added in fp64. Where the rows
+    are not known to make whole runs, all of them are. On a GPU Inductor makes a tree of its own.
+    """
+    rows = t.flatten(0, -2)
+    if t.device.type != "cpu":
+        return rows.sum(0)
+    if _known(rows.shape[0] % RUN == 0):
+        rows = rows.unflatten(0, (-1, RUN)).sum(1)
+    return rows.sum(0, dtype=torch.float64).to(t.dtype)
+
+
+def _known(condition: bool | torch.SymBool) -> bool:
+    """Whether a condition on sizes holds for all of them, without a new guard on any."""
+    if isinstance(condition, bool) and not torch.compiler.is_compiling():
+        return condition
+    # Half a second of imports, which a compiler has made already.
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(condition)
 
 
 def scale(weight: Tensor, weight_offset: float, dtype: torch.dtype) -> Tensor:
