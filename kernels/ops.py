@@ -231,7 +231,7 @@ def _forward_on(implementation):
 def _plain_forward(x, residual, weight, attributes, formulas=reference):
     if residual is None:
         y, rstd = formulas.rms_norm(x, weight, **attributes.resolve(x.dtype))
-        return _fresh(y, x), x, rstd.contiguous()
+        return y.contiguous(), x, rstd.contiguous()
     resolved = attributes.resolve(torch.result_type(x, residual))
     y, h, rstd = formulas.add_rms_norm(x, residual, weight, **resolved)
     return y.contiguous(), h.contiguous(), rstd.contiguous()
@@ -281,7 +281,7 @@ def _plain_backward(
     dh, dweight = formulas.rms_norm_bwd(
         dys, h, weight, rstd, dres, weight_offset=weight_offset, need_dweight=need_dweight
     )
-    return _fresh(dh, dres, *dys), _or_empty(dweight, h, weight)
+    return dh.contiguous(), _or_empty(dweight, h, weight)
 
 
 def _cpu_backward(dys, h, weight, rstd, dres, **attributes):
@@ -318,14 +318,6 @@ def _or_empty(dweight: Tensor | None, h: Tensor, weight: Tensor | None) -> Tenso
     if dweight is not None:
         return dweight
     return h.new_empty((0,), dtype=h.dtype if weight is None else weight.dtype)
-
-
-def _fresh(result: Tensor, *inputs: Tensor | None) -> Tensor:
-    """`result`, contiguous and never one of the inputs."""
-    result = result.contiguous()
-    if any(t is not None and t.data_ptr() == result.data_ptr() for t in inputs):
-        return result.clone()
-    return result
 
 
 def _interpreted() -> bool:

@@ -132,7 +132,7 @@ def sum_rows(t: Tensor) -> Tensor:
     rows suit the cache better, and their sums are few enough to be added in fp64. Where the rows
     are not known to make whole runs, all of them are. On a GPU Inductor makes a tree of its own.
     """
-    rows = t.flatten(0, -2)
+    rows = t.unsqueeze(0).flatten(0, -2)
     if t.device.type != "cpu":
         return rows.sum(0)
     if _known(rows.shape[0] % RUN == 0):
