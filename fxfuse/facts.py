@@ -64,7 +64,9 @@ class Facts:
         if operand.target in _CASTS:
             return _CASTS[operand.target]
         if operand.target == "to":
-            named = [a for a in (*operand.args, *operand.kwargs.values()) if isinstance(a, torch.dtype)]
+            named = [
+                a for a in (*operand.args, *operand.kwargs.values()) if isinstance(a, torch.dtype)
+            ]
             return named[0] if named else None
         return None
 

@@ -107,7 +107,9 @@ class Guards:
         for node in (*site.inputs, *site.outputs):
             value = self.facts.value(node)
             if value is not None and is_traceable_wrapper_subclass(value):
-                return f"{node.name} is a {type(value).__name__}, which the fused op has no rule for"
+                return (
+                    f"{node.name} is a {type(value).__name__}, which the fused op has no rule for"
+                )
         return None
 
     def _regions_differ(self, site: Site) -> str | None:

@@ -25,6 +25,7 @@ class Place:
     compiled: bool
     rows: int | None
     columns: int | None
+    half: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,10 @@ RULES = (
         Choice("kernel", "kernel", "no compiler follows that would fuse it"),
     ),
     Rule(
+        lambda p: p.device == "cpu" and p.half,
+        Choice("kernel", "inline", "on a CPU Inductor would drop the roundings of the forward"),
+    ),
+    Rule(
         lambda p: p.device == "cpu",
         Choice("inline", "inline", "on a CPU Inductor vectorises both sides"),
     ),
@@ -66,7 +71,9 @@ RULES = (
     ),
     Rule(
         lambda p: p.columns is not None and p.columns <= 1024,
-        Choice("inline", "kernel", "Inductor's forward reads a narrow row once, its backward does not"),
+        Choice(
+            "inline", "kernel", "Inductor's forward reads a narrow row once, its backward does not"
+        ),
     ),
     Rule(
         _backward_folds,
@@ -100,15 +107,16 @@ def check_target(target: str | None) -> str | None:
     return target
 
 
-def place(shape: tuple | None, device: torch.device | None, compiled: bool, target: str | None) -> Place:
-    """Where a norm over the last dimension of `shape` will run; a target overrides the device."""
+def place(value: torch.Tensor | None, compiled: bool, target: str | None) -> Place:
+    """Where a norm over the last dimension of `value` will run; a target overrides its device."""
     if target is not None:
         kind = "cpu" if target == "cpu" else "gpu"
     else:
-        kind = "cpu" if device is None or device.type == "cpu" else "gpu"
-    sizes = shape or ()
+        kind = "cpu" if value is None or value.device.type == "cpu" else "gpu"
+    if value is None:
+        return Place(kind, compiled, None, None)
     rows: int | None = 1
-    for size in sizes[:-1]:
+    for size in value.shape[:-1]:
         rows = rows * size if isinstance(size, int) and rows is not None else None
-    columns = sizes[-1] if sizes and isinstance(sizes[-1], int) else None
-    return Place(kind, compiled, rows if sizes else None, columns)
+    columns = value.shape[-1] if value.dim() and isinstance(value.shape[-1], int) else None
+    return Place(kind, compiled, rows, columns, value.dtype in (torch.float16, torch.bfloat16))

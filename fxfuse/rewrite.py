@@ -130,7 +130,7 @@ class _Rewrite:
             return self._refuse(fusion, bound, reason)
         facts = self.view.facts
         main = outputs[-1] if len(outputs) > 1 else inputs[0]
-        place = policies.place(facts.shape(main), facts.device(main), self.compiled, self.target)
+        place = policies.place(facts.value(main), self.compiled, self.target)
         choice = policies.choose(self.policy, place)
         if choice is None:
             return self._refuse(fusion, bound, "the policy is to leave every site alone (never)")

@@ -129,7 +129,9 @@ def _safe(view: View, node: fx.Node) -> bool:
     if not in_place:
         return True
     written = node.args[0]
-    return isinstance(written, fx.Node) and len(written.users) == 1 and view.facts.allocates(written)
+    return (
+        isinstance(written, fx.Node) and len(written.users) == 1 and view.facts.allocates(written)
+    )
 
 
 @spelt(
@@ -196,7 +198,9 @@ def _reciprocal(view: View, node: fx.Node) -> Term:
 )  # fmt: skip
 def _pow(view: View, node: fx.Node) -> Term:
     x, exponent = arguments(node, "input|self", "exponent")
-    word = {2.0: "square", -0.5: "rsqrt", 0.5: "sqrt"}.get(exponent if is_number(exponent) else None)
+    word = {2.0: "square", -0.5: "rsqrt", 0.5: "sqrt"}.get(
+        exponent if is_number(exponent) else None
+    )
     if word is None or not isinstance(x, fx.Node) or not _safe(view, node):
         return opaque(node)
     return Term(word, (x,), (node,))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from fxfuse.facts import same_shape
-import fxfuse.kernels.ops  # noqa: F401  (defines the op)
 import torch
+
+import fxfuse.kernels.ops  # noqa: F401  (defines the op)
+from fxfuse.facts import same_shape
 from fxfuse.match import Bound, Call, Decline, named, var
 from fxfuse.patterns.norms import numerics, rms_norm_of, weight_of
 from fxfuse.registry import pattern
@@ -21,4 +22,11 @@ def build(b: Bound) -> Call | Decline | None:
     attributes = numerics(b)
     if not isinstance(attributes, dict):
         return attributes
-    return b.call(torch.ops.fxfuse.add_rms_norm.default, b.x, b.residual, weight_of(b), outputs=("y", "h"), **attributes)
+    return b.call(
+        torch.ops.fxfuse.add_rms_norm.default,
+        b.x,
+        b.residual,
+        weight_of(b),
+        outputs=("y", "h"),
+        **attributes,
+    )

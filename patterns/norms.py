@@ -6,7 +6,18 @@ import torch
 
 from fxfuse.facts import known_equal
 from fxfuse.match import (
-    Bound, Decline, Expr, maybe_cast, mean, named, rsqrt, scalar, square, upcast, var, word,
+    Bound,
+    Decline,
+    Expr,
+    maybe_cast,
+    mean,
+    named,
+    rsqrt,
+    scalar,
+    square,
+    upcast,
+    var,
+    word,
 )  # fmt: skip
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -117,7 +128,9 @@ def _opmath(dtype: torch.dtype) -> torch.dtype:
 
 # ---- without metadata: what the casts say --------------------------------------------------------
 
-_UNKNOWN = "its dtypes decide what it computes and are not known: pass example_inputs to fxfuse.apply"
+_UNKNOWN = (
+    "its dtypes decide what it computes and are not known: pass example_inputs to fxfuse.apply"
+)
 
 
 def _without_metadata(b: Bound) -> dict | Decline | None:

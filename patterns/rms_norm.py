@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import fxfuse.kernels.ops  # noqa: F401  (defines the op)
 import torch
+
+import fxfuse.kernels.ops  # noqa: F401  (defines the op)
 from fxfuse.match import Bound, Call, Decline, var
 from fxfuse.patterns.norms import numerics, rms_norm_of, weight_of
 from fxfuse.registry import pattern
@@ -15,4 +16,6 @@ def build(b: Bound) -> Call | Decline | None:
     attributes = numerics(b)
     if not isinstance(attributes, dict):
         return attributes
-    return b.call(torch.ops.fxfuse.rms_norm.default, b.h, weight_of(b), outputs=("y",), **attributes)
+    return b.call(
+        torch.ops.fxfuse.rms_norm.default, b.h, weight_of(b), outputs=("y",), **attributes
+    )

@@ -1,0 +1,161 @@
+"""fxfuse as a torch.compile backend, and as hooks for people who own their Inductor options."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+
+import torch
+from torch import fx
+
+from fxfuse import options as option_keys, policy as policies, registry
+from fxfuse.errors import BadOption
+from fxfuse.match import Fusion
+from fxfuse.report import Report
+from fxfuse.rewrite import rewrite
+
+log = logging.getLogger("fxfuse")
+_recording: ContextVar[tuple[list[Report], ...]] = ContextVar("fxfuse_recording", default=())
+_POST_GRAD = "post_grad_custom_pre_pass"
+_PRE_GRAD = "pre_grad_custom_pass"
+
+Inner = str | Callable
+Patterns = Iterable[str | Fusion] | str | None
+
+
+@contextlib.contextmanager
+def record() -> Iterator[list[Report]]:
+    """Collect the reports of all rewrites by backends and hooks inside the `with`, in their order."""
+    reports: list[Report] = []
+    token = _recording.set((*_recording.get(), reports))
+    try:
+        yield reports
+    finally:
+        _recording.reset(token)
+
+
+def publish(report: Report) -> None:
+    """Make a report known: recorders, the log, Dynamo's counters, and the structured trace."""
+    for reports in _recording.get():
+        reports.append(report)
+    from torch._dynamo.utils import counters
+
+    for name, count in report.counts.items():
+        counters["fxfuse"][name] += count
+    log.info("fused %s, left %d sites alone", report.counts or "nothing", len(report.misses))
+    for miss in report.misses:
+        log.debug("%s at %s (%s): %s", miss.pattern, miss.node, miss.where, miss.reason)
+    _trace(report)
+
+
+def _trace(report: Report) -> None:
+    from torch._logging import trace_structured
+
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": "fxfuse_report", "encoding": "json"},
+        payload_fn=report.to_json,
+    )
+
+
+def backend(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[object],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, object] | None = None,
+) -> Callable:
+    """The backend for `torch.compile(model, backend=fxfuse.backend)`: fuse, then Inductor.
+
+    mode and options are those of torch.compile; options named `fxfuse.*` are ours ("fxfuse.policy",
+    "fxfuse.patterns", "fxfuse.target"), all others are Inductor's.
+    Raises UnknownOption, BadOption, UnknownPattern.
+    """
+    return _compile(gm, example_inputs, "inductor", {}, mode, options)
+
+
+def make_backend(
+    inner: Inner = "inductor", patterns: Patterns = None, policy: str = "auto"
+) -> Callable:
+    """A backend of your own: `torch.compile(model, backend=fxfuse.make_backend("aot_eager"))`.
+
+    inner: who compiles the rewritten graph: "inductor", "aot_eager", "eager", the name of any other
+    registered backend, or a callable `(gm, example_inputs)`. patterns: names to use, None for all.
+    policy: "auto", "always" or "never". Raises BadOption, UnknownPattern.
+    """
+    policies.check(policy)
+    chosen = registry.select(patterns) if patterns is not None else None
+    if not callable(inner) and inner not in torch._dynamo.list_backends(exclude_tags=()):
+        names = ", ".join(torch._dynamo.list_backends(exclude_tags=()))
+        expected = f"use a callable or one of {names}"
+        raise BadOption(option="inner", value=inner, expected=expected)
+
+    def fxfuse_backend(
+        gm: fx.GraphModule,
+        example_inputs: Sequence[object],
+        *,
+        mode: str | None = None,
+        options: Mapping[str, object] | None = None,
+    ) -> Callable:
+        ours = {"patterns": chosen, "policy": policy}
+        return _compile(gm, example_inputs, inner, ours, mode, options)
+
+    return fxfuse_backend
+
+
+def _compile(gm, example_inputs, inner, ours, mode, options) -> Callable:
+    given, others = option_keys.split(options)
+    inductor = inner == "inductor"
+    if not inductor and (others or mode):
+        what = ", ".join(others) if others else f"mode={mode!r}"
+        expected = f"the inner backend {inner!r} takes no options; leave it out"
+        raise BadOption(option=what, value=others or mode, expected=expected)
+    report = rewrite(gm, **{**ours, **given}, compiled=inductor)
+    publish(report)
+    if not inductor:
+        compiler = inner if callable(inner) else torch._dynamo.lookup_backend(inner)
+        return compiler(gm, example_inputs)
+    patches = {**_mode_options(mode), **others}
+    if report.modified:
+        patches[_POST_GRAD] = _keep_roundings(patches)
+    return torch._dynamo.lookup_backend("inductor")(gm, example_inputs, config_patches=patches)
+
+
+def _mode_options(mode: str | None) -> dict[str, object]:
+    return torch._inductor.list_mode_options(mode) if mode else {}
+
+
+def _keep_roundings(patches: Mapping[str, object]) -> Callable:
+    from fxfuse.roundings import KeepRoundings
+
+    return KeepRoundings(_set_before(patches, _POST_GRAD))
+
+
+def _set_before(patches: Mapping[str, object], hook: str) -> Callable | None:
+    """The hook that is set already, in the options or in Inductor's configuration."""
+    from torch._inductor import config
+
+    found = patches[hook] if hook in patches else getattr(config, hook)
+    if isinstance(found, (list, tuple)):
+        from fxfuse.hooks import Sequenced
+
+        return Sequenced(found)
+    return found
+
+
+def inductor_options(
+    base: Mapping[str, object] | None = None, policy: str = "auto"
+) -> dict[str, object]:
+    """Options for people who call Inductor themselves: `torch.compile(model, options=...)`.
+
+    base: options to add to; hooks in it are kept and run first. policy: "auto", "always", "never".
+    Returns a new dict. Raises BadOption.
+    """
+    from fxfuse.hooks import FuseBeforeAutograd
+
+    policies.check(policy)
+    found = dict(base or {})
+    fuse = FuseBeforeAutograd(policy, publish, _set_before(found, _PRE_GRAD))
+    return {**found, _PRE_GRAD: fuse, _POST_GRAD: _keep_roundings(found)}

@@ -1,0 +1,73 @@
+"""Keeps the roundings of our inline code under Inductor. Private PyTorch interfaces live here.
+
+Inductor computes fused half-precision steps in fp32 and drops the roundings between them. A node whose
+metadata says `low_precision_pointwise_barrier` keeps its own; Inductor sets that for all nodes under
+`emulate_precision_casts`, and we set it for ours alone, so the rest of the user's model keeps its speed.
+
+Tried on torch 2.13; the key and the hook are the same in the sources of 2.10 to 2.14.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import fx
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+_HALVES = (torch.float16, torch.bfloat16)
+_BARRIER = "low_precision_pointwise_barrier"
+
+
+@lru_cache(maxsize=1)
+def source_hash() -> str:
+    """A hash of fxfuse's own sources, so that compiled code made by another version is never reused."""
+    root = Path(__file__).parent
+    rooms = [root, root / "patterns", root / "kernels"]
+    rooms += [root.parent / "patterns", root.parent / "kernels"] if not rooms[2].is_dir() else []
+    digest = hashlib.sha256()
+    for file in sorted(f for room in rooms if room.is_dir() for f in room.glob("*.py")):
+        digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()
+
+
+class KeepRoundings(CustomGraphPass):
+    """A `post_grad_custom_pre_pass` that marks the half-precision steps of our forward code.
+
+    before: a pass that was set already and runs first; without a uuid of its own Inductor's code
+    cache is skipped, as it would be for that pass alone.
+    """
+
+    def __init__(self, before: Callable | None = None) -> None:
+        self.before = before
+
+    def __call__(self, graph: fx.Graph) -> None:
+        if self.before is not None:
+            self.before(graph)
+        for node in graph.nodes:
+            if _is_ours(node) and _is_half(node, *node.all_input_nodes):
+                node.meta[_BARRIER] = True
+
+    def uuid(self) -> object | None:
+        return chained_uuid("roundings", self.before)
+
+
+def chained_uuid(name: str, before: Callable | None) -> object | None:
+    own = f"fxfuse {name} {source_hash()}"
+    if before is None:
+        return own
+    theirs = before.uuid() if isinstance(before, CustomGraphPass) else None
+    return (own, theirs) if theirs is not None else None
+
+
+def _is_ours(node: fx.Node) -> bool:
+    forward = node.meta.get("partitioner_tag") != "is_backward"
+    return forward and node.op == "call_function" and "fxfuse" in (node.meta.get("custom") or {})
+
+
+def _is_half(*nodes: fx.Node) -> bool:
+    values = (n.meta.get("val") for n in nodes)
+    return any(isinstance(v, torch.Tensor) and v.dtype in _HALVES for v in values)
