@@ -46,7 +46,7 @@ def totals(report: Report) -> str:
     """One line: the count of each pattern and the memory traffic that is saved."""
     counts = ", ".join(f"{n} {pattern}" for pattern, n in report.counts.items())
     saved = sum(m.bytes_saved or 0 for m in report.matches)
-    tail = f"; {_bytes(saved)} of memory traffic saved per step" if saved else ""
+    tail = f"; {_bytes(saved)} less memory traffic than eager" if saved else ""
     return f"total: {counts or 'no site'}{tail}; {_count(len(report.misses), 'near miss', 'es')}"
 
 
@@ -68,9 +68,12 @@ def _heading(m: Match) -> str:
     rows = [
         ("op", m.op),
         ("operands", operands or "not known from this graph"),
-        ("attributes", ", ".join(f"{k}={v}" for k, v in m.attributes.items())),
+        ("attributes", ", ".join(f"{k}={v}" for k, v in m.attributes.items() if v != "")),
         ("policy", m.policy),
-        ("saved", _bytes(m.bytes_saved) + " a site" if m.bytes_saved else "not known"),
+        (
+            "saved",
+            _bytes(m.bytes_saved) + " a site, against eager" if m.bytes_saved else "not known",
+        ),
     ]
     return _indent(tabulate([row for row in rows if row[1]], tablefmt="plain"))
 

@@ -9,7 +9,8 @@ import traceback
 
 def of_error(error: BaseException) -> str:
     """The innermost line outside Python, torch and fxfuse, as `path/file.py:123`; or ""."""
-    frames = list(getattr(error, "real_stack", None) or traceback.extract_tb(error.__traceback__))
+    traced = getattr(error, "real_stack", None) or getattr(error.__cause__, "real_stack", None)
+    frames = list(traced or traceback.extract_tb(error.__traceback__))  # traced: by Dynamo
     users = [f for f in frames if not _is_machinery(f.filename)]
     if not users:
         return ""

@@ -14,12 +14,13 @@ import types
 from collections.abc import Callable
 
 import torch
-from torch._dynamo.exc import TorchDynamoException, Unsupported
+from torch._dynamo.exc import TorchDynamoException, Unsupported, UserError
 
 from fxfuse import copies, places
 from fxfuse.report import Miss, Report
 from fxfuse.rewrite import rewrite
 
+_BREAKS = (Unsupported, UserError)  # what Dynamo says where it would break the graph
 TRACING = "(tracing)"  # stands where a Miss names its pattern: no pattern of ours was at fault
 
 
@@ -41,16 +42,16 @@ def explain(
     line of the first break. An error of the model itself is raised as it is.
     """
     model = _uncompiled(model)
-    on_meta = any(t.is_meta for t in copies.tensors(model, args, kwargs))
     tracer = _Tracer(patterns=patterns, policy=policy, target=target)
-    grad = torch.is_grad_enabled() if train is None else train
-    # Tensors that a model on the meta device makes as it runs have to be there as well.
-    device = torch.device("meta") if on_meta else contextlib.nullcontext()
-    with torch.set_grad_enabled(grad), device:
-        try:
-            return tracer.whole(model, args, kwargs)
-        except Unsupported as broken:
-            return tracer.pieces(model, args, kwargs, broken)
+    with torch.set_grad_enabled(torch.is_grad_enabled() if train is None else train):
+        if any(t.is_meta for t in copies.tensors(model, args, kwargs)):
+            with contextlib.suppress(TorchDynamoException, RuntimeError):
+                return tracer.whole(model, args, kwargs)
+            # It may make tensors on the default device as it runs, which then has to be meta as
+            # well. That comes second, since Dynamo is several times slower in this context.
+            with torch.device("meta"):
+                return tracer.report(model, args, kwargs)
+        return tracer.report(model, args, kwargs)
 
 
 class _Traced(Exception):
@@ -82,7 +83,14 @@ class _Tracer:
 
         return graph
 
+    def report(self, model: Callable, args: tuple, kwargs: dict) -> Report:
+        try:
+            return self.whole(model, args, kwargs)
+        except _BREAKS as broken:
+            return self.pieces(model, args, kwargs, broken)
+
     def whole(self, model: Callable, args: tuple, kwargs: dict) -> Report:
+        self.reports, self.failed = [], None
         with contextlib.suppress(_Traced):
             self.run(model, args, kwargs, fullgraph=True)
         return Report.merge(self.reports)
@@ -118,7 +126,7 @@ class _Tracer:
             options["isolate_recompiles"] = True  # or pieces crowd the caller's own compilations
         try:
             torch.compile(_wrapped(model), **options)(*args, **kwargs)
-        except Unsupported:
+        except _BREAKS:
             raise
         except TorchDynamoException as error:
             raise self.failed or _original(error) from error
