@@ -26,7 +26,7 @@ def _load(pointers, mask, EVICTION: tl.constexpr):
 
 @triton.jit
 def _row_mask(first_row, M, ROWS: tl.constexpr):
-    if ROWS == 1:
+    if ROWS == 1:  # noqa: SIM108 (Triton 3.6 cannot return a conditional None)
         mask = None
     else:
         mask = first_row + tl.arange(0, ROWS)[:, None] < M
@@ -35,7 +35,7 @@ def _row_mask(first_row, M, ROWS: tl.constexpr):
 
 @triton.jit
 def _column_mask(columns, N: tl.constexpr, BLOCK: tl.constexpr):
-    if N % BLOCK == 0:
+    if N % BLOCK == 0:  # noqa: SIM108
         mask = None
     else:
         mask = columns < N
@@ -192,6 +192,12 @@ def forward(
     tl.store(y_rows, result.to(y.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _end(M, N: tl.constexpr):
+    # N, but the compiler does not know: it would unroll the chunks and run out of registers
+    return tl.where(M > 0, N, 0)
+
+
 @triton.jit(do_not_specialize=_FORWARD_RUNTIME)
 def forward_wide(
     x,
@@ -213,8 +219,9 @@ def forward_wide(
 ):
     """One row a program, read twice in chunks: the second time from the cache."""
     row = tl.program_id(0)
+    end = _end(M, N)
     squares = tl.zeros([1, BLOCK], tl.float32)
-    for start in range(0, N, BLOCK):
+    for start in range(0, end, BLOCK):
         columns = start + tl.arange(0, BLOCK)[None, :]
         mask = _column_mask(columns, N, BLOCK)
         total = _read(x, x_stride, row, columns, mask, 1, STRIDE_UNIT, "")
@@ -227,7 +234,7 @@ def forward_wide(
     row_rstd = _reciprocal_rms(tl.sum(squares, axis=1, keep_dims=True), eps, N)
     tl.store(rstd + row + tl.arange(0, 1)[:, None], row_rstd)
 
-    for start in range(0, N, BLOCK):
+    for start in range(0, end, BLOCK):
         columns = start + tl.arange(0, BLOCK)[None, :]
         mask = _column_mask(columns, N, BLOCK)
         gain = _read_weight(weight, columns, mask, 1)
@@ -332,10 +339,11 @@ def backward_wide(
 ):
     """One row at a time, in chunks; dweight gathers in `partials`, as registers cannot hold it."""
     program = tl.program_id(0)
+    end = _end(M, N)
     for row in range(program, M, tl.num_programs(0)):
         row_rstd = _load(rstd + row + tl.arange(0, 1)[:, None], None, "")
         products = tl.zeros([1, BLOCK], tl.float32)
-        for start in tl.range(0, N, BLOCK, num_stages=STAGES):
+        for start in tl.range(0, end, BLOCK, num_stages=STAGES):
             columns = start + tl.arange(0, BLOCK)[None, :]
             mask = _column_mask(columns, N, BLOCK)
             gain = _read_weight(weight, columns, mask, 1)
@@ -350,7 +358,7 @@ def backward_wide(
 
         # the row before has stored its partials; only then may this one read them
         tl.debug_barrier()
-        for start in tl.range(0, N, BLOCK, num_stages=STAGES):
+        for start in tl.range(0, end, BLOCK, num_stages=STAGES):
             columns = start + tl.arange(0, BLOCK)[None, :]
             mask = _column_mask(columns, N, BLOCK)
             gain = _read_weight(weight, columns, mask, 1)

@@ -5,6 +5,7 @@ result does not depend on the rows beside it. Only the number of partial sums of
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,9 +14,8 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-
 from fxfuse.kernels import rms_norm_device
+from torch import Tensor
 
 DTYPES = {
     torch.float32: tl.float32,
@@ -87,8 +87,10 @@ def plan(
         rows = min(_MAX_TILE_ROWS, _NARROW_TILE_BYTES // dtype.itemsize // block)
     constants = {"N": N, "BLOCK": block, "ROWS": rows}
     if kernel == "backward":
-        # Three stages keep two tiles in flight. Two stages would overlap nothing: rather none.
-        in_flight = 2 * (row_tensors + wide) * rows * block * dtype.itemsize
+        # Three stages keep a tile in flight behind the one in use (two in the chunked kernel,
+        # which also buffers the weight). Two stages would overlap nothing: rather one.
+        buffers = 3 * (row_tensors + 1) if wide else 2 * row_tensors
+        in_flight = buffers * rows * block * dtype.itemsize
         constants["STAGES"] = 3 if in_flight + 2048 <= shared_memory else 1
     return Plan(
         kernel=getattr(rms_norm_device, f"{kernel}_wide" if wide else kernel),
@@ -138,7 +140,7 @@ def unfit(
 
 def _unfit_tensor(name: str, tensor: Tensor, device: torch.device) -> str | None:
     if tensor.dtype not in DTYPES:
-        return f"the kernel does not take a {name} of {_name(tensor.dtype)}"
+        return f"the {name} is {_name(tensor.dtype)}, which the kernel does not take"
     if tensor.device != device:
         return f"the {name} is on {tensor.device}, the input on {device}"
     if tensor.layout != torch.strided:
@@ -365,7 +367,7 @@ def row_stride(tensor: Tensor) -> int | None:
     dims = [(size, stride) for size, stride in zip(sizes, strides) if size != 1]
     if not dims:
         return columns
-    for (_, outer), (size, inner) in zip(dims, dims[1:]):
+    for (_, outer), (size, inner) in itertools.pairwise(dims):
         if outer != size * inner:
             return None
     return dims[-1][1]

@@ -1,0 +1,93 @@
+"""What the compiler makes of the RMSNorm kernels for a GPU that need not be present."""
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+
+import torch
+import triton
+from fxfuse.kernels.rms_norm_launch import DTYPES, plan
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+# What a launch decides; here as for a plain call.
+_DEFAULTS = {"STRIDE_UNIT": 8, "WEIGHT_OFFSET": 0.0, "UNIT_DTYPE": None}
+
+
+@dataclass(frozen=True)
+class MachineCode:
+    """Registers and stack bytes of a thread, shared memory bytes of a program, and the PTX.
+
+    A kernel without local arrays has a stack only where registers are spilled to it.
+    """
+
+    registers: int
+    stack: int
+    shared: int
+    ptx: str
+
+    def widths(self, access: str) -> list[int]:
+        """Bytes of each global access of a kind: "load", "store" or "copy" (to shared memory)."""
+        if access == "copy":
+            copies = re.findall(r"cp\.async\.c[ag]\.shared\.global.*?\], *(0x\w+|\d+)", self.ptx)
+            return [int(size, 0) for size in copies]
+        opcode = {"load": "ld", "store": "st"}[access]
+        found = re.findall(rf"\b{opcode}\.global[\w:.]*?(?:\.v(\d))?\.b(\d+)\s", self.ptx)
+        return [int(lanes or 1) * int(bits) // 8 for lanes, bits in found]
+
+
+def compile_kernel(
+    kernel: str,
+    N: int,
+    dtype: torch.dtype,
+    capability: int,
+    *,
+    absent: frozenset[str] = frozenset(),
+    **constants: object,
+) -> MachineCode:
+    """Compile "forward", "backward" or "finalize" for rows of N columns, as a launch would.
+
+    dtype: of all tensors except rstd and the partial sums (fp32); capability: 80, 90, 100, ...;
+    absent: tensors passed as None; constants: others than for contiguous rows and no offset.
+    """
+    row_names = {"forward": ("x", "residual"), "backward": ("dy", "dy2", "dy3", "h", "dres")}
+    present = [name for name in row_names.get(kernel, ()) if name not in absent]
+    cut = plan(kernel, N, dtype, row_tensors=max(1, len(present)))
+    values = {**_DEFAULTS, **cut.constants, **constants, **dict.fromkeys(absent)}
+    values["STRIDE_UNIT"] = constants.get("STRIDE_UNIT", min(8, N & -N))
+    signature, constexprs, attributes = {}, {}, {}
+    for index, name in enumerate(cut.kernel.arg_names):
+        if name in values:
+            signature[name], constexprs[(index,)] = "constexpr", values[name]
+            continue
+        signature[name] = _type_of(name, dtype)
+        if signature[name].startswith("*"):
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    compiled = triton.compile(
+        ASTSource(cut.kernel, signature, constexprs, attributes),
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": cut.num_warps, "enable_fp_fusion": True},
+    )
+    registers, stack = _resources(compiled.asm["cubin"])
+    return MachineCode(registers, stack, compiled.metadata.shared, compiled.asm["ptx"])
+
+
+def _type_of(name: str, dtype: torch.dtype) -> str:
+    if name in ("M", "P") or name.endswith("_stride"):
+        return "i32"
+    if name == "eps":
+        return "fp32"
+    if name in ("rstd", "partials"):
+        return "*fp32"
+    return f"*{DTYPES[dtype]}"
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """Registers and stack bytes of a thread."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return tuple(int(re.search(rf"{word}:(\d+)", text)[1]) for word in ("REG", "STACK"))

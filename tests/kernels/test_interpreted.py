@@ -1,0 +1,21 @@
+"""Runs `interpreted.py` where the kernels are loaded for Triton's interpreter.
+
+The interpreter is chosen when a kernel is defined, for a whole process, so it gets its own.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+def test_the_kernels_in_the_interpreter():
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", HERE / "interpreted.py"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    ran = subprocess.run(
+        command, env=environment, cwd=HERE.parents[1], capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stdout[-6000:] + ran.stderr[-2000:]
+    assert "skipped" not in ran.stdout
