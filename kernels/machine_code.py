@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import torch
 import triton
-from fxfuse.kernels.rms_norm_launch import DTYPES, plan
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+
+from fxfuse.kernels.rms_norm_launch import DTYPES, plan
 
 # What a launch decides; here as for a plain call.
 _DEFAULTS = {"STRIDE_UNIT": 8, "WEIGHT_OFFSET": 0.0, "UNIT_DTYPE": None}

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from fxfuse.kernels import rms_norm_device
 from torch import Tensor
+
+from fxfuse.kernels import rms_norm_device
 
 DTYPES = {
     torch.float32: tl.float32,

@@ -5,6 +5,7 @@ The interpreter truncates fp32 -> bf16 where a GPU rounds, so bf16 is allowed on
 
 import pytest
 import torch
+
 from fxfuse.kernels import rms_norm_launch as kernels
 
 WIDTHS = (1, 64, 96, 128, 1000, 1024, 4096)
