@@ -37,6 +37,10 @@ class MachineCode:
         found = re.findall(rf"\b{opcode}\.global[\w:.]*?(?:\.v(\d))?\.b(\d+)\s", self.ptx)
         return [int(lanes or 1) * int(bits) // 8 for lanes, bits in found]
 
+    def waits(self) -> list[int]:
+        """How many groups of copies may still be under way after each wait for copies."""
+        return [int(n, 0) for n in re.findall(r"cp\.async\.wait_group\s+(0x\w+|\d+)", self.ptx)]
+
 
 def compile_kernel(
     kernel: str,

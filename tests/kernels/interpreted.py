@@ -9,7 +9,8 @@ import torch
 from fxfuse.kernels import rms_norm_launch as kernels
 
 WIDTHS = (1, 64, 96, 128, 1000, 1024, 4096)
-WIDE = 33000  # beyond what one tile holds, in both directions and every dtype
+# Beyond what one tile holds in every dtype, and no multiple of a chunk.
+WIDE = {"forward": 33000, "backward": 8200}
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 DTYPES = (FP32, FP16, BF16)
 EPS = 1e-6
@@ -17,7 +18,7 @@ EPS = 1e-6
 
 def rows_for(N):
     """Few rows, no multiple of any tile; more where a tile holds many."""
-    return 37 if N <= 128 else 5
+    return 37 if N <= 128 else 5 if N <= 1024 else 3
 
 
 def normal(*shape, dtype=FP32, seed=0):
@@ -184,10 +185,11 @@ def test_unit_rounded_then_a_wider_weight():
 
 @pytest.mark.parametrize("dtype", (FP32, FP16), ids=str)
 def test_wide_rows_forward(dtype):
-    x = normal(3, WIDE, dtype=dtype)
-    residual = normal(3, WIDE, dtype=dtype, seed=1)
-    weight = normal(WIDE, dtype=dtype, seed=2)
-    assert kernels.plan("forward", WIDE, dtype).constants["BLOCK"] < WIDE
+    N = WIDE["forward"]
+    x = normal(3, N, dtype=dtype)
+    residual = normal(3, N, dtype=dtype, seed=1)
+    weight = normal(N, dtype=dtype, seed=2)
+    assert kernels.plan("forward", N, dtype).constants["BLOCK"] < N
     y, h, rstd = forward(x, residual, weight, offset=1.0)
     assert torch.equal(h, x + residual)
     assert_close(y, norm(h, weight, 1.0), steps=steps_of(y))
@@ -250,10 +252,11 @@ def test_gradients_are_rounded_after_each_addition(N):
 
 
 def test_wide_rows_backward():
+    N = WIDE["backward"]
     M = 5  # more than the programs, so that partial sums of several rows meet
-    h, dy, dy2, dres = (normal(M, WIDE, dtype=FP16, seed=i) for i in range(4))
-    weight = normal(WIDE, seed=4)
-    assert kernels.plan("backward", WIDE, FP16).constants["BLOCK"] < WIDE
+    h, dy, dy2, dres = (normal(M, N, dtype=FP16, seed=i) for i in range(4))
+    weight = normal(N, seed=4)
+    assert kernels.plan("backward", N, FP16).constants["BLOCK"] < N
     found = backward([dy, dy2], h, weight, dres, offset=1.0)
     assert_gradients(found, [dy, dy2], h, weight, dres, 1.0)
 
@@ -271,7 +274,7 @@ def test_many_partial_sums():
 @pytest.mark.parametrize("pitch", (1000, 1003))
 @pytest.mark.parametrize("N", (96, 1000))
 def test_strided_rows(N, pitch):
-    x, residual, dres = (normal(9, pitch + 8, seed=i)[:, :N] for i in range(3))
+    x, residual, dres = (normal(5, pitch + 8, seed=i)[:, :N] for i in range(3))
     weight = normal(N, seed=3)
     assert kernels._Rows.of(x).tensor is x
     for strided, packed in zip(
@@ -354,7 +357,7 @@ def test_one_row(N):
 
 @pytest.mark.parametrize("N", (96, 1000))
 def test_same_bits_every_run(N):
-    h, dy, dres = (normal(37, N, seed=i) for i in range(3))
+    h, dy, dres = (normal(9, N, seed=i) for i in range(3))
     weight = normal(N, seed=3)
     first, again = (backward([dy], h, weight, dres) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, again))
@@ -362,7 +365,7 @@ def test_same_bits_every_run(N):
 
 @pytest.mark.parametrize("N", (64, 1000))
 def test_a_row_does_not_depend_on_the_number_of_rows(N):
-    x, dy, weight = normal(19, N), normal(19, N, seed=1), normal(N, seed=2)
+    x, dy, weight = normal(9, N), normal(9, N, seed=1), normal(N, seed=2)
     y, _, rstd = forward(x, None, weight)
     dh, _ = backward([dy], x, weight)
     y_alone, _, rstd_alone = forward(x[7:8], None, weight)
@@ -374,15 +377,15 @@ def test_a_row_does_not_depend_on_the_number_of_rows(N):
 @pytest.mark.parametrize("bad", (float("nan"), float("inf")))
 @pytest.mark.parametrize("N", (64, 1000))
 def test_nan_and_inf_stay_in_their_row(N, bad):
-    x, dy, weight = normal(9, N), normal(9, N, seed=1), normal(N, seed=2)
+    x, dy, weight = normal(5, N), normal(5, N, seed=1), normal(N, seed=2)
     broken = x.clone()
-    broken[4, 3] = bad
-    others = [row for row in range(9) if row != 4]
+    broken[2, 3] = bad
+    others = [row for row in range(5) if row != 2]
     y, _, _ = forward(broken, None, weight)
     dh, _ = backward([dy], broken, weight)
     assert torch.equal(y[others], forward(x, None, weight)[0][others])
     assert torch.equal(dh[others], backward([dy], x, weight)[0][others])
-    assert y[4, 3].isnan() and dh[4, 3].isnan()
+    assert y[2, 3].isnan() and dh[2, 3].isnan()
 
 
 def test_zero_rows():
