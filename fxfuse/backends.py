@@ -27,7 +27,7 @@ Patterns = Iterable[str | Fusion] | str | None
 
 @contextlib.contextmanager
 def record() -> Iterator[list[Report]]:
-    """Collect the reports of all rewrites by backends and hooks inside the `with`, in their order."""
+    """Collect the reports of all rewrites by backends and hooks inside the `with`, in order."""
     reports: list[Report] = []
     token = _recording.set((*_recording.get(), reports))
     try:

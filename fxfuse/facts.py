@@ -15,8 +15,8 @@ _CASTS = {
     "bfloat16": torch.bfloat16, "double": torch.float64,
 }  # fmt: skip
 
-# Functions and methods that return memory of their own. Whatever is in neither list and has no schema
-# is taken to share memory with its inputs.
+# Functions and methods that return memory of their own. Whatever is in neither list and has no
+# schema is taken to share memory with its inputs.
 _ALLOCATING_FUNCTIONS = {
     operator.add, operator.sub, operator.mul, operator.truediv, operator.pow, operator.neg,
     operator.matmul, torch.add, torch.sub, torch.mul, torch.div, torch.pow, torch.neg,
@@ -72,7 +72,9 @@ class Facts:
 
     def shape(self, operand: object) -> tuple | None:
         value = self.value(operand)
-        return tuple(value.shape) if value is not None else None
+        if value is not None:
+            return tuple(value.shape)
+        return self.shape(operand.args[0]) if self.static_dtype(operand) else None
 
     def device(self, operand: object) -> torch.device | None:
         value = self.value(operand)

@@ -49,7 +49,7 @@ class Site:
 
 
 def site(view: View, matched: Iterable[fx.Node], inputs: tuple, outputs: tuple) -> Site:
-    """The site of a match: casts that are needed elsewhere stay, helpers of the match go with it."""
+    """The site of a match: casts needed elsewhere stay, helpers of the match go with it."""
     covered = set(matched)
     alive = set(inputs) | set(outputs[1:])
     while stay := {n for n in covered if n not in outputs and _can_stay(view, n, alive, covered)}:
@@ -130,7 +130,7 @@ class Guards:
         return None
 
     def _written(self, site: Site) -> str | None:
-        """In-place writes: to what the op reads before it has read it, to what it saves ever after."""
+        """In-place writes to what the op reads (before it is done) or saves (ever after)."""
         covered = set(site.nodes)
         later = [(n, w) for n, w in self._writes if n not in covered and site.nodes[0] < n]
         if not later:
@@ -142,16 +142,15 @@ class Guards:
             roots = self.facts.roots(target)
             between = node < site.root
             if roots & read or (between and external and any(_is_external(r) for r in roots)):
-                return f"{target.name}, which it may share memory with, is written in place by {node.name}"
+                return f"{target.name}, which it reads or aliases, is written by {node.name}"
         return None
 
     def _no_place(self, site: Site) -> str | None:
         place = place_for(site)
         covered = set(site.nodes)
         for source in site.inputs:
-            late = self.unmovable(source, place, covered)
-            if late is not None:
-                return f"its input {source.name} is only known after one of its results is used ({late.name})"
+            if self.unmovable(source, place, covered):
+                return f"its input {source.name} is computed too late: a result is used before it"
         return None
 
     def unmovable(self, node: fx.Node, place: fx.Node, covered: set[fx.Node]) -> fx.Node | None:
@@ -167,7 +166,7 @@ class Guards:
 
 
 def place_for(site: Site) -> fx.Node:
-    """The node that the op has to stand before: its last node, or the first outside user of a result."""
+    """The node that the op has to stand before: the root, or an earlier user of a result."""
     covered = set(site.nodes)
     users = [u for n in site.outputs for u in n.users if u not in covered]
     return min([site.root, *users])
@@ -206,7 +205,7 @@ def _written_by_schema(node: fx.Node, schema: torch.FunctionSchema) -> list:
 
 
 def _regions(graph: fx.Graph) -> dict[fx.Node, tuple[int, int]]:
-    """For each node the number of region borders before it, and the depth of functorch transforms."""
+    """For each node: how many region borders lie before it, and the depth of transforms."""
     region, borders, depth = {}, 0, 0
     for node in graph.nodes:
         name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""

@@ -5,8 +5,9 @@ A pattern is an expression over the vocabulary of `fxfuse.view`, written like th
     x, w, eps = var("x"), var("weight"), scalar("eps")
     norm = maybe_cast(upcast(x) * rsqrt(mean(square(upcast(x))) + eps)) * w
 
-`+` and `*` match in either order, `|` is a choice. Matching is a search that backtracks: an expression
-yields once for each way in which it fits, and the `Bound` holds what the way at hand has bound.
+`+` and `*` match in either order, `|` is a choice. Matching is a search that backtracks: an
+expression yields once for each way in which it fits, and the `Bound` holds what the way at hand
+has bound.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Decline:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The op call that replaces a site: `outputs` names the bound nodes that its results stand for."""
+    """The op call that replaces a site; `outputs` names what its results stand for."""
 
     op: torch._ops.OpOverload
     args: tuple
@@ -192,7 +193,7 @@ class Scalar(Expr):
 
 
 class Named(Expr):
-    """An inner expression whose node is bound too, so that a pattern can ask for it or return it."""
+    """An inner expression whose node is bound too: to ask about it, or to return its value."""
 
     def __init__(self, name: str, inner: Expr) -> None:
         self.name, self.inner, self.words = name, inner, inner.words
@@ -230,10 +231,13 @@ class MaybeCast(Expr):
 
 
 class Upcast(Expr):
-    """The inner expression behind any casts that lose nothing; the outermost is bound to `name`."""
+    """The inner expression behind any casts that lose nothing; the outermost is bound to `name`.
 
-    def __init__(self, inner: Expr, name: str | None) -> None:
-        self.inner, self.name = inner, name
+    or_not: try the operand with its casts as well.
+    """
+
+    def __init__(self, inner: Expr, name: str | None, or_not: bool) -> None:
+        self.inner, self.name, self.or_not = inner, name, or_not
 
     def match(self, operand: object, b: Bound) -> Iterator[None]:
         mark = b.mark()
@@ -247,6 +251,8 @@ class Upcast(Expr):
             b.bind(self.name, first)
         yield from self.inner.match(operand, b)
         b.undo(mark)
+        if self.or_not and operand is not first:
+            yield from self.inner.match(first, b)
 
 
 def _look_through(operand: object, b: Bound) -> Term | None:
@@ -266,7 +272,7 @@ _WIDER = {
 
 
 def _keeps(facts: Facts, cast: Term) -> bool:
-    """True if a cast loses no bits. Of an unknown dtype, only a cast to fp32 or fp64 is taken so."""
+    """True if a cast loses no bits; of an unknown dtype only one to fp32 or fp64 is taken so."""
     source, target = facts.dtype(cast.args[0]), cast.dtype
     if source is None:
         return target in (torch.float32, torch.float64)
@@ -292,8 +298,8 @@ def maybe_cast(inner: Expr, name: str) -> Expr:
     return MaybeCast(inner, name)
 
 
-def upcast(inner: Expr, name: str | None = None) -> Expr:
-    return Upcast(inner, name)
+def upcast(inner: Expr, name: str | None = None, or_not: bool = False) -> Expr:
+    return Upcast(inner, name, or_not)
 
 
 def word(name: str, *parts: Expr) -> Expr:

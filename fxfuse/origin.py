@@ -44,7 +44,7 @@ def code_line(node: fx.Node) -> str:
 
 
 def _shorten(file: str) -> str:
-    """Relative to the working directory where that is shorter; from site-packages on in a package."""
+    """Relative to the working directory, or to site-packages for a file of a package."""
     _, mark, inside = file.rpartition(f"site-packages{os.sep}")
     if mark:
         return inside

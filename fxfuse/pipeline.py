@@ -24,10 +24,10 @@ def apply(
 ) -> fx.GraphModule | ExportedProgram:
     """Fuse what matches, in place; returns what it was given, with the report in meta["fxfuse"].
 
-    gm: a traced model: torch.fx.symbolic_trace, make_fx, a graph that Dynamo handed to a backend, or
-    an ExportedProgram (the report is then in `program.graph_module.meta`). example_inputs: where the
-    graph has no metadata, inputs from which shapes and dtypes are worked out on fake tensors; without
-    them the sites fuse whose meaning needs none, and the ops check when they run.
+    gm: a traced model: torch.fx.symbolic_trace, make_fx, a graph that Dynamo handed to a backend,
+    or an ExportedProgram (the report is then in `program.graph_module.meta`). example_inputs:
+    where the graph has no metadata, inputs from which shapes and dtypes are worked out on fake
+    tensors; without them the sites fuse whose meaning needs none, and the ops check when they run.
     patterns: names to use, None for all. policy: "auto", "always" or "never".
 
     Raises BadGraph, UnknownPattern, BadOption; nothing is changed then.

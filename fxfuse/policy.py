@@ -1,7 +1,7 @@
 """Per site and side: the kernel, or plain PyTorch inline that a compiler fuses with its neighbours.
 
-An opaque op is a barrier for a compiler, so a kernel has to win more than the fusions it prevents. The
-rules and their reasons are data, tried in order; the first that applies decides.
+An opaque op is a barrier for a compiler, so a kernel has to win more than the fusions it prevents.
+The rules and their reasons are data, tried in order; the first that applies decides.
 """
 
 from __future__ import annotations

@@ -16,9 +16,10 @@ class Match:
     """One site that was rewritten.
 
     nodes: names of the nodes that the op replaced. module: path of the module they come from, and
-    where: file:line of the user's code, both "" where the graph does not tell. shapes and dtypes: by
-    operand. policy: which side is a kernel and which plain PyTorch, and why. bytes_saved: memory
-    traffic that eager execution of the replaced nodes has over the fused op, both directions, or None.
+    where: file:line of the user's code, both "" where the graph does not tell. shapes and dtypes:
+    by operand. policy: which side is a kernel and which plain PyTorch, and why. bytes_saved:
+    memory traffic that eager execution of the replaced nodes has over the fused op, both
+    directions, or None.
     """
 
     pattern: str
@@ -48,8 +49,8 @@ class Miss:
 class Report:
     """The outcome of one rewrite.
 
-    graph_module: what was rewritten (held weakly; None once it is gone). modified: whether it changed.
-    counts: sites rewritten, by pattern.
+    graph_module: what was rewritten (held weakly; None once it is gone). modified: whether it
+    changed. counts: sites rewritten, by pattern.
     """
 
     matches: list[Match] = field(default_factory=list)

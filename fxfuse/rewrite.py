@@ -198,7 +198,7 @@ def _near_miss(view: View, anchor: fx.Node) -> str:
     users = [view.term(u) for u in anchor.users]
     products = [t for t in users if t.word == "mul"]
     if not products:
-        return "the root of the mean of squares does not multiply or divide the tensor that it is made of"
+        return "the root of the mean of squares does not scale the tensor that it is made of"
     factors = [_stripped(view, a) for t in products for a in t.args]
     if source not in factors:
         return "what it scales is not the tensor whose squares are averaged"
@@ -213,7 +213,7 @@ def _stripped(view: View, operand: object) -> object:
     return operand
 
 
-# ---- describing a match ---------------------------------------------------------------------------
+# ---- describing a match --------------------------------------------------------------------------
 
 
 def _describe(view: View, fusion: Fusion, where: Site, call: Call, choice) -> Match:
@@ -264,7 +264,7 @@ def _bytes_saved(facts, where: Site) -> int | None:
     return max(0, sum(sizes) - sum(fused))
 
 
-# ---- editing --------------------------------------------------------------------------------------
+# ---- editing -------------------------------------------------------------------------------------
 
 
 def _commit(gm: fx.GraphModule, guards: Guards, plan: _Plan) -> None:
@@ -290,7 +290,7 @@ def _commit(gm: fx.GraphModule, guards: Guards, plan: _Plan) -> None:
 
 
 def _hoist(node: fx.Node, place: fx.Node) -> None:
-    """Move a node, and what it needs, before `place`; the guards have shown that this is possible."""
+    """Move a node, and what it needs, before `place`: a guard has shown that this can be done."""
     if node < place:
         return
     for source in node.all_input_nodes:
@@ -319,14 +319,14 @@ def _carry_metadata(node: fx.Node, where: Site) -> None:
     node.meta = meta
 
 
-# ---- fuel -----------------------------------------------------------------------------------------
+# ---- fuel ----------------------------------------------------------------------------------------
 
 _fuel: int | None = None
 _fuel_text: str | None = None
 
 
 def _spend_fuel() -> bool:
-    """FXFUSE_FUEL=n lets only the first n rewrites of the process through, to bisect a wrong result."""
+    """FXFUSE_FUEL=n lets only the first n rewrites of the process through, to bisect errors."""
     global _fuel, _fuel_text
     text = os.environ.get("FXFUSE_FUEL")
     if text != _fuel_text:

@@ -1,8 +1,9 @@
 """Keeps the roundings of our inline code under Inductor. Private PyTorch interfaces live here.
 
-Inductor computes fused half-precision steps in fp32 and drops the roundings between them. A node whose
-metadata says `low_precision_pointwise_barrier` keeps its own; Inductor sets that for all nodes under
-`emulate_precision_casts`, and we set it for ours alone, so the rest of the user's model keeps its speed.
+Inductor computes fused half-precision steps in fp32 and drops the roundings between them. A node
+whose metadata says `low_precision_pointwise_barrier` keeps its own; Inductor sets that for all
+nodes under `emulate_precision_casts`, and we set it for ours alone, so the rest of the user's
+model keeps its speed.
 
 Tried on torch 2.13; the key and the hook are the same in the sources of 2.10 to 2.14.
 """
@@ -24,7 +25,7 @@ _BARRIER = "low_precision_pointwise_barrier"
 
 @lru_cache(maxsize=1)
 def source_hash() -> str:
-    """A hash of fxfuse's own sources, so that compiled code made by another version is never reused."""
+    """A hash of fxfuse's sources, so that code which another version compiled is not reused."""
     root = Path(__file__).parent
     rooms = [root, root / "patterns", root / "kernels"]
     rooms += [root.parent / "patterns", root.parent / "kernels"] if not rooms[2].is_dir() else []

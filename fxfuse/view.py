@@ -1,10 +1,10 @@
 """What a node means, however it was spelt.
 
 A `View` reads a torch.fx graph as `Term`s over one small vocabulary: Dynamo's torch functions and
-methods, leaf modules of a symbolic trace, ATen from export, make_fx and AOTAutograd all come out as
-`add`, `mul`, `square`, `mean`, `rsqrt`, `cast`, `rms_norm`, and the rest as `opaque`. `x / sqrt(v)` is
-read as `x * rsqrt(v)`, `sum / N` as `mean`, `x * x` and `x ** 2` as `square`, a safe in-place form as
-the functional one. The view never changes a graph.
+methods, leaf modules of a symbolic trace, ATen from export, make_fx and AOTAutograd all come out
+as `add`, `mul`, `square`, `mean`, `rsqrt`, `cast`, `rms_norm`, and the rest as `opaque`.
+`x / sqrt(v)` is read as `x * rsqrt(v)`, `sum / N` as `mean`, `x * x` and `x ** 2` as `square`, a
+safe in-place form as the functional one. The view never changes a graph.
 """
 
 from __future__ import annotations
@@ -100,13 +100,13 @@ def opaque(node: fx.Node) -> Term:
     return Term("opaque", (), (node,))
 
 
-def arguments(node: fx.Node, *names: str, **defaults: object) -> list:
-    """Arguments of a call by name; "a|b" are two names of one, a missing one is its default or None."""
+def arguments(node: fx.Node, *names: str) -> list:
+    """Arguments of a call by name; "a|b" are two names of one; a missing one is None."""
     values = list(node.args[: len(names)])
     for name in names[len(values) :]:
         aliases = name.split("|")
         given = [node.kwargs[a] for a in aliases if a in node.kwargs]
-        values.append(given[0] if given else defaults.get(aliases[0]))
+        values.append(given[0] if given else None)
     return values
 
 
@@ -265,7 +265,7 @@ def _mean_of_sum(view: View, node: fx.Node, total: object, divisor: float) -> Te
     width = shape[-1] if shape else None
     flaw = term.flaw
     if flaw is None and not isinstance(width, int):
-        flaw = "the sum of squares is divided by a number, and without shapes that may not be the width"
+        flaw = "the sum of squares is divided by a number that may not be the width (no shapes)"
     if flaw is None and abs(divisor - width) > 1e-9 * width:
         flaw = f"the sum of squares is divided by {divisor:g}, not by the width {width}"
     return Term("mean", term.args, (node, *term.nodes), flaw)

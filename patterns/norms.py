@@ -28,12 +28,12 @@ def rms_norm_of(h: Expr) -> Expr:
     """RMSNorm of `h` over the last dimension, with or without a weight, in any spelling."""
     mean_square = named("mean", mean(named("square", square(upcast(h, "statistic_cast")))))
     rstd = named("rstd", rsqrt(mean_square + scalar("eps")) | rsqrt(mean_square))
-    weight = upcast(var("weight"), "weight_cast")
+    weight = upcast(var("weight"), "weight_cast", or_not=True)
     scale = upcast(named("shifted", scalar("offset") + weight)) | weight
 
     unit = named("unit", upcast(h) * rstd)
     whole = named("whole", word("rms_norm", upcast(h, "whole_cast"),
-                                var("inner_weight", optional=True),
+                                upcast(var("inner_weight", optional=True)),
                                 scalar("eps", optional=True)))  # fmt: skip
     product = named("product", maybe_cast(unit, "unit_cast") * scale)
     weight_first = named("product", named("weighted", upcast(h) * scale) * rstd)
@@ -46,8 +46,8 @@ def rms_norm_of(h: Expr) -> Expr:
 def numerics(b: Bound) -> dict | Decline | None:
     """The attributes of the op: eps, weight_offset and the dtypes between which the graph rounds.
 
-    None where the match should be tried in another way (a cast that has to stay outside, `1 + w` that
-    is rounded before it is used).
+    None where the match should be tried in another way (a cast that has to stay outside, `1 + w`
+    that is rounded before it is used).
     """
     if b.has("whole") and b.has("inner_weight") and b.has("product"):
         return None
@@ -99,11 +99,13 @@ def _from_metadata(b: Bound) -> dict | Decline | None:
         return b.decline(problem)
     if b.has("shifted") and b.dtype("shifted") != compute:
         return None
-    inner = b.dtype("product") or b.dtype("unit") or b.dtype("whole")
-    if b.has("out_cast") and inner not in (compute, b.dtype("out_cast")):
-        return None
     unit = b.dtype("unit_cast") or (b.dtype("whole") if b.has("product") else None)
+    if b.has("product") and b.dtype("product") != _promoted(b, unit or compute, compute):
+        return None
+    inner = b.dtype("product") or b.dtype("unit") or b.dtype("whole")
     out = b.facts.dtype(b.root)
+    if b.has("out_cast") and (inner not in (compute, out) or out not in FLOATS):
+        return None
     return {
         "compute_dtype": _name(compute),
         "unit_dtype": _name(unit) if unit not in (None, compute) else "",
@@ -111,9 +113,17 @@ def _from_metadata(b: Bound) -> dict | Decline | None:
     }
 
 
+def _promoted(b: Bound, unit: torch.dtype, compute: torch.dtype) -> torch.dtype:
+    """The dtype in which the op multiplies by the weight."""
+    weight = compute if b.has("shifted") else b.facts.dtype(weight_of(b))
+    return torch.promote_types(unit, weight)
+
+
 def _statistic_problem(b: Bound, compute: torch.dtype) -> str | None:
     if not b.has("rstd"):
         return None
+    if compute not in FLOATS:
+        return _UNKNOWN
     if compute in HALVES:
         return f"its statistic is rounded to {_name(compute)}, the fused op keeps it in float32"
     for step in ("square", "mean", "unit", "weighted"):
@@ -144,7 +154,7 @@ def _without_metadata(b: Bound) -> dict | Decline | None:
     unit, out = _cast_dtype(b, "unit_cast"), _cast_dtype(b, "out_cast")
     if None in (unit, out):
         return b.decline(_UNKNOWN)
-    if unit not in ("", compute) and out:
+    if unit not in ("", compute) and (out or b.has("weight_cast")):
         return None
     return {
         "compute_dtype": compute,
@@ -166,7 +176,7 @@ def _whole_without_metadata(b: Bound) -> dict | Decline | None:
 
 
 def _cast_dtype(b: Bound, name: str) -> str | None:
-    """Dtype of a bound cast as an attribute: "" if there is none, "input" for h's own, None if unknown."""
+    """A bound cast as an attribute: "" if there is none, "input" for h's dtype, None: unknown."""
     if not b.has(name):
         return ""
     dtype = b.view.term(b.get(name)).dtype
@@ -176,7 +186,7 @@ def _cast_dtype(b: Bound, name: str) -> str | None:
 
 
 def _plain(b: Bound) -> bool:
-    """x * rsqrt(mean(x ** 2) + eps) [* w]: the op repeats just this, step by step, in half precision."""
+    """x * rsqrt(mean(x ** 2) + eps) [* w], which the op repeats step by step in half precision."""
     rstd = b.view.term(b.get("rstd"))
     return len(rstd.nodes) == 1 and "rsqrt" in str(rstd.nodes[0].target) and not b.has("weighted")
 
