@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 from types import FunctionType
 
 import torch
-from fxfuse.kernels import reference
 from torch import Tensor
+
+from fxfuse.kernels import reference
 
 # Below this many elements the reference is done before a compiled function has checked its guards.
 SMALLEST = 1 << 16
@@ -23,13 +24,14 @@ _OPTIONS = {"emulate_precision_casts": True}
 
 _log = logging.getLogger("fxfuse")
 _functions: dict[tuple, Callable | None] = {}
+_warned = False
 
 
 def rms_norm(h: Tensor, weight: Tensor | None, **attributes) -> tuple[Tensor, Tensor]:
     """`reference.rms_norm`, compiled where that pays; y and rstd are contiguous."""
     if not _pays(h):
         return reference.rms_norm(h, weight, **attributes)
-    y, rstd = _run(reference.rms_norm, (_rows(h, h.shape[-1:]), weight), attributes)
+    y, rstd = _run(reference.rms_norm, (_rows(h, h.shape[-1:]), _detach(weight)), attributes)
     return y.view(h.shape), rstd.view(h.shape[:-1])
 
 
@@ -40,7 +42,7 @@ def add_rms_norm(
     if not _pays(x) or x.shape != residual.shape:
         return reference.add_rms_norm(x, residual, weight, **attributes)
     columns = x.shape[-1:]
-    operands = (_rows(x, columns), _rows(residual, columns), weight)
+    operands = (_rows(x, columns), _rows(residual, columns), _detach(weight))
     y, h, rstd = _run(reference.add_rms_norm, operands, attributes)
     return y.view(x.shape), h.view(x.shape), rstd.view(x.shape[:-1])
 
@@ -59,7 +61,7 @@ def rms_norm_bwd(
     columns = h.shape[-1:]
     dys = [_rows(dy, columns) for dy in dys]
     dres = None if dres is None else _rows(dres, columns)
-    operands = (dys, _rows(h, columns), weight, _rows(rstd, ()), dres)
+    operands = (dys, _rows(h, columns), _detach(weight), _rows(rstd, ()), dres)
     dh, dweight = _run(reference.rms_norm_bwd, operands, attributes)
     return dh.view(h.shape), dweight
 
@@ -78,11 +80,16 @@ def _rows(x: Tensor, columns: tuple[int, ...]) -> Tensor:
 
     Shape [M / RUN, RUN, *columns], or [M, *columns] where the rows do not make whole runs.
     """
-    rows = x.reshape(-1, *columns).contiguous()
+    rows = x.detach().reshape(-1, *columns).contiguous()
     whole = rows.shape[0] % reference.RUN == 0
     rows = rows.view(-1, reference.RUN, *columns) if whole else rows.view(rows.shape)
     torch._dynamo.maybe_mark_dynamic(rows, 0)
     return rows
+
+
+def _detach(weight: Tensor | None) -> Tensor | None:
+    # Or Dynamo would compile anew for a frozen weight.
+    return None if weight is None else weight.detach()
 
 
 def _run(function: Callable, operands: tuple, attributes: dict) -> tuple:
@@ -118,7 +125,8 @@ def _compile(function: Callable, number: int) -> Callable:
 
 
 def _warn_once(error: Exception) -> None:
-    if not getattr(_warn_once, "done", False):
-        _warn_once.done = True
+    global _warned
+    if not _warned:
+        _warned = True
         reason = str(error).strip().partition("\n")[0]
         _log.warning("the CPU norms run uncompiled, since Inductor failed: %s", reason)

@@ -19,9 +19,10 @@ from dataclasses import dataclass
 from types import ModuleType
 
 import torch
-from fxfuse.kernels import compiled, reference
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
+
+from fxfuse.kernels import compiled, reference
 
 _LIBRARY = torch.library.Library("fxfuse", "DEF")
 # Inductor may choose the inputs' strides, but not their order: the last dim stays contiguous.

@@ -9,9 +9,10 @@ import math
 
 import pytest
 import torch
-from fxfuse.kernels import compiled, ops  # noqa: F401
 from torch import Tensor
 from torch.nn import functional as F
+
+from fxfuse.kernels import compiled, ops  # noqa: F401
 
 rms_norm = torch.ops.fxfuse.rms_norm.default
 add_rms_norm = torch.ops.fxfuse.add_rms_norm.default
