@@ -33,6 +33,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 def main() -> int:
     """Run the three parts; returns the exit code."""
+    sys.stdout.reconfigure(line_buffering=True)
     inspect_published()
     agree = train_both()
     time_sites()
