@@ -155,9 +155,11 @@ def _mul(view: View, node: fx.Node) -> Term:
         return opaque(node)
     if x is y and isinstance(x, fx.Node):
         return Term("square", (x,), (node,))
-    for total, factor in ((x, y), (y, x)):
+    for other, factor in ((x, y), (y, x)):
+        if is_number(factor) and factor == 1 and view.facts.dtype(other) == view.facts.dtype(node):
+            return Term("same", (other,), (node,))
         if is_number(factor) and factor != 0:
-            mean = _mean_of_sum(view, node, total, 1 / factor)
+            mean = _mean_of_sum(view, node, other, 1 / factor)
             if mean:
                 return mean
     return Term("mul", (x, y), (node,))

@@ -31,12 +31,12 @@ def rms_norm_of(h: Expr) -> Expr:
     weight = upcast(var("weight"), "weight_cast", or_not=True)
     scale = upcast(named("shifted", scalar("offset") + weight)) | weight
 
-    unit = named("unit", upcast(h) * rstd)
+    unit = named("unit", upcast(h, "scaled_cast") * rstd)
     whole = named("whole", word("rms_norm", upcast(h, "whole_cast"),
                                 upcast(var("inner_weight", optional=True)),
                                 scalar("eps", optional=True)))  # fmt: skip
     product = named("product", maybe_cast(unit, "unit_cast") * scale)
-    weight_first = named("product", named("weighted", upcast(h) * scale) * rstd)
+    weight_first = named("product", named("weighted", upcast(h, "scaled_cast") * scale) * rstd)
     return (
         maybe_cast(product | weight_first | named("product", whole * scale), "out_cast")
         | maybe_cast(unit | whole, "out_cast")
@@ -147,6 +147,8 @@ def _without_metadata(b: Bound) -> dict | Decline | None:
     if b.has("whole"):
         return _whole_without_metadata(b)
     compute = _cast_dtype(b, "statistic_cast") or "input"
+    if compute != (_cast_dtype(b, "scaled_cast") or "input"):
+        return b.decline(_UNKNOWN)
     if compute == "input" and not _plain(b):
         return b.decline(_UNKNOWN)
     if b.has("shifted") and not _shifts_in(b, compute):
@@ -166,10 +168,11 @@ def _without_metadata(b: Bound) -> dict | Decline | None:
 def _whole_without_metadata(b: Bound) -> dict | Decline | None:
     if b.has("out_cast"):
         return None
-    returned = _cast_dtype(b, "whole_cast") or "input"
+    compute = _cast_dtype(b, "whole_cast")
+    returned = compute or "input"
     scaled = b.has("product")
     return {
-        "compute_dtype": "",
+        "compute_dtype": compute,
         "unit_dtype": returned if scaled else "",
         "out_dtype": "" if scaled else returned,
     }
