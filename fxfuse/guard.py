@@ -68,9 +68,13 @@ def _can_stay(view: View, node: fx.Node, alive: set[fx.Node], covered: set[fx.No
 
 
 def _is_helper(node: fx.Node, covered: set[fx.Node]) -> bool:
-    """A metadata check, or `x.dtype` in a symbolic trace that only the match uses."""
+    """What reads a match without using a value: a metadata check, a tracer's dead detach, or
+    `x.dtype` in a symbolic trace that only the match uses.
+    """
     if node.op != "call_function":
         return False
+    if node.target is aten.detach.default and not node.users:
+        return node.args[0] in covered
     if node.target in _CHECKS:
         return node.args[0] in covered
     return node.target is getattr and node.args[1:] == ("dtype",) and covered.issuperset(node.users)

@@ -30,9 +30,10 @@ def pattern(
     Raises BadPattern if the expression has no outermost word, or the name is taken.
     """
 
+    if expression.words is None:
+        raise BadPattern(pattern=name, problem="its outermost part fits any node")
+
     def register(build: Builder) -> Fusion:
-        if expression.words is None:
-            raise BadPattern(pattern=name, problem="its outermost part fits any node")
         known = _KNOWN.get(name)
         if known is not None and known.build.__module__ != build.__module__:
             raise BadPattern(pattern=name, problem=f"{known.build.__module__} has one of this name")

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from fxfuse import origin, policy as policies, registry
+from fxfuse.errors import BadOption
 from fxfuse.guard import Guards, Site, place_for, site
 from fxfuse.match import Bound, Call, Decline, Fusion
 from fxfuse.report import Match, Miss, Report
@@ -82,8 +83,9 @@ class _Rewrite:
         self.guards = Guards(self.view)
         plans = self._plan()
         self._explain_misses(anchors, plans)
+        editor = _Editor(self.graph_module)
         for plan in plans:
-            _commit(self.graph_module, self.guards, plan)
+            editor.commit(plan)
         self.matches = [plan.match for plan in reversed(plans)]
         if plans:
             self.graph_module.graph.lint()
@@ -177,7 +179,8 @@ def _is_anchor(view: View, node: fx.Node) -> bool:
 def _mean_square(view: View, root: object) -> object:
     below = view.see(root.args[0])
     if below is not None and below.word == "add":
-        below = next((t for t in map(view.see, below.args) if t and t.word == "mean"), None)
+        terms = (t for t in map(view.see, below.args) if t is not None)
+        below = next((t for t in terms if t.word in ("mean", "sum")), None)
     if below is None or below.word not in ("mean", "sum"):
         return None
     inner = view.see(below.args[0])
@@ -267,26 +270,52 @@ def _bytes_saved(facts, where: Site) -> int | None:
 # ---- editing -------------------------------------------------------------------------------------
 
 
-def _commit(gm: fx.GraphModule, guards: Guards, plan: _Plan) -> None:
-    graph, where, call = gm.graph, plan.site, plan.call
-    place = place_for(where)
-    for source in where.inputs:
-        _hoist(source, place)
-    with graph.inserting_before(place):
-        args = tuple(graph.get_attr(a.target) if isinstance(a, Attr) else a for a in call.args)
-        node = graph.call_function(call.op, args, call.kwargs)
-        _carry_metadata(node, where)
-        successors = _results(graph, node, where)
-    names = [n.name for n in where.outputs]
-    for old, new in zip(where.outputs, successors):
-        old.replace_all_uses_with(new)
-    for old in reversed(where.nodes):
-        graph.erase_node(old)
-    for name, new in zip(names, successors):
-        if new.users:
-            new.name = name
-        else:
-            graph.erase_node(new)
+class _Editor:
+    """Puts planned ops into a graph, one after the other."""
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        self.graph = gm.graph
+        self._successors: dict[fx.Node, fx.Node] = {}
+
+    def commit(self, plan: _Plan) -> None:
+        where, call = plan.site, plan.call
+        place = place_for(where)
+        for source in where.inputs:
+            _hoist(self._now(source), place)
+        with self.graph.inserting_before(place):
+            node = self.graph.call_function(call.op, tuple(map(self._now, call.args)), call.kwargs)
+            _carry_metadata(node, where)
+            results = self._results(node, where)
+        self._replace(where, results)
+
+    def _now(self, operand: object) -> object:
+        """An operand of the plan as the graph has it now: another op may have taken its place."""
+        if isinstance(operand, Attr):
+            return self.graph.get_attr(operand.target)
+        return self._successors.get(operand, operand) if isinstance(operand, fx.Node) else operand
+
+    def _results(self, node: fx.Node, where: Site) -> list[fx.Node]:
+        if len(where.outputs) == 1:
+            return [node]
+        results = []
+        for index, old in enumerate(where.outputs):
+            item = self.graph.call_function(operator.getitem, (node, index))
+            item.meta = dict(old.meta)
+            results.append(item)
+        return results
+
+    def _replace(self, where: Site, results: list[fx.Node]) -> None:
+        names = [n.name for n in where.outputs]
+        for old, new in zip(where.outputs, results):
+            old.replace_all_uses_with(new)
+            self._successors[old] = new
+        for old in reversed(where.nodes):
+            self.graph.erase_node(old)
+        for name, new in zip(names, results):
+            if new.users:
+                new.name = name  # an exported program knows its outputs by name
+            else:
+                self.graph.erase_node(new)
 
 
 def _hoist(node: fx.Node, place: fx.Node) -> None:
@@ -296,17 +325,6 @@ def _hoist(node: fx.Node, place: fx.Node) -> None:
     for source in node.all_input_nodes:
         _hoist(source, place)
     place.prepend(node)
-
-
-def _results(graph: fx.Graph, node: fx.Node, where: Site) -> list[fx.Node]:
-    if len(where.outputs) == 1:
-        return [node]
-    results = []
-    for index, old in enumerate(where.outputs):
-        item = graph.call_function(operator.getitem, (node, index))
-        item.meta = dict(old.meta)
-        results.append(item)
-    return results
 
 
 def _carry_metadata(node: fx.Node, where: Site) -> None:
@@ -330,6 +348,8 @@ def _spend_fuel() -> bool:
     global _fuel, _fuel_text
     text = os.environ.get("FXFUSE_FUEL")
     if text != _fuel_text:
+        if text and not text.isdecimal():
+            raise BadOption(option="FXFUSE_FUEL", value=text, expected="give a whole number")
         _fuel_text, _fuel = text, int(text) if text else None
     if _fuel is None:
         return True

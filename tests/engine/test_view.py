@@ -1,0 +1,72 @@
+"""One vocabulary: the same word however an operation is spelt."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import fx
+
+from fxfuse.view import View
+
+
+def word_of(function, args=None):
+    """The word of the last operation of a traced function."""
+    gm = fx.symbolic_trace(function)
+    last = gm.graph.output_node().args[0]
+    return View(gm).term(last)
+
+
+@pytest.mark.parametrize(
+    ("word", "functions"),
+    [
+        ("add", [lambda x, y: x + y, lambda x, y: torch.add(x, y), lambda x, y: x.add(y),
+                 lambda x, y: torch.add(x, y, alpha=1), lambda x, y: torch.add(input=x, other=y)]),
+        ("mul", [lambda x, y: x * y, lambda x, y: torch.mul(x, y), lambda x, y: x.mul(y),
+                 lambda x, y: torch.multiply(x, y), lambda x, y: x / torch.sqrt(y)]),
+        ("square", [lambda x, y: x * x, lambda x, y: x**2, lambda x, y: x.pow(2.0),
+                    lambda x, y: torch.pow(x, 2), lambda x, y: x.square(),
+                    lambda x, y: torch.square(x)]),
+        ("rsqrt", [lambda x, y: torch.rsqrt(x), lambda x, y: x.rsqrt(), lambda x, y: x**-0.5,
+                   lambda x, y: 1 / torch.sqrt(x), lambda x, y: 1.0 / x.sqrt(),
+                   lambda x, y: x.sqrt().reciprocal(), lambda x, y: torch.pow(x, -0.5)]),
+        ("mean", [lambda x, y: x.mean(-1, keepdim=True),
+                  lambda x, y: torch.mean(x, -1, True),
+                  lambda x, y: torch.mean(input=x, dim=[-1], keepdim=True),
+                  lambda x, y: x.mean(axis=-1, keepdim=True)]),
+        ("cast", [lambda x, y: x.float(), lambda x, y: x.to(torch.float32), lambda x, y: x.half(),
+                  lambda x, y: x.to(dtype=torch.bfloat16), lambda x, y: x.type_as(y),
+                  lambda x, y: x.to(y.dtype), lambda x, y: x.type(torch.float64)]),
+        ("rms_norm", [lambda x, y: torch.nn.functional.rms_norm(x, (4,)),
+                      lambda x, y: torch.rms_norm(x, (4,), y, 1e-6)]),
+        ("same", [lambda x, y: x * 1, lambda x, y: 1.0 * x]),
+        ("opaque", [lambda x, y: torch.add(x, y, alpha=2), lambda x, y: x - y,
+                    lambda x, y: x.to("cpu"), lambda x, y: x**3, lambda x, y: x // y,
+                    lambda x, y: torch.div(x, y, rounding_mode="floor")]),
+    ],
+)  # fmt: skip
+def test_words(word, functions):
+    for function in functions:
+        assert word_of(function).word == word
+
+
+def test_a_flaw_says_why_a_mean_is_not_one_over_the_last_dim():
+    assert "drops the dimension" in word_of(lambda x: x.mean(-1)).flaw
+    assert "over 2 dimensions" in word_of(lambda x: x.mean((-2, -1), keepdim=True)).flaw
+    assert "without shapes" in word_of(lambda x: x.mean(1, keepdim=True)).flaw
+    assert "casts to float32" in word_of(lambda x: x.mean(-1, True, dtype=torch.float32)).flaw
+
+
+def test_casts_know_their_dtype():
+    assert word_of(lambda x, y: x.half()).dtype is torch.float16
+    assert word_of(lambda x, y: x.to(y.float().dtype)).dtype is torch.float32
+    like = word_of(lambda x, y: x.type_as(y)).dtype
+    assert isinstance(like, fx.Node) and like.name == "y"
+
+
+def test_in_place_on_a_callers_tensor_is_opaque():
+    assert word_of(lambda x, y: x.add_(y)).word == "opaque"
+    assert word_of(lambda x, y: (x * y).add_(y)).word == "add"
+
+
+def test_unused_keywords_do_not_change_a_word():
+    assert word_of(lambda x, y: torch.mul(x, y, out=y)).word == "opaque"
