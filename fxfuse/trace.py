@@ -39,14 +39,18 @@ def explain(
     train: trace with gradients or without; by default as grad mode is. `model.training` stays.
     target: decide for this device (`cpu`, `sm_80`, `sm_90`, `sm_100`), not for the tensors' own.
     Where the model breaks into several graphs, the report covers them all, and a miss names the
-    line of the first break. An error of the model itself is raised as it is.
+    line of the first break. An error of the model itself is raised as it is. A model with an input
+    of the name of one of these options is explained through a function that calls it.
     """
     model = _uncompiled(model)
     tracer = _Tracer(patterns=patterns, policy=policy, target=target)
     with torch.set_grad_enabled(torch.is_grad_enabled() if train is None else train):
         if any(t.is_meta for t in copies.tensors(model, args, kwargs)):
-            with contextlib.suppress(TorchDynamoException, RuntimeError):
+            try:
                 return tracer.whole(model, args, kwargs)
+            except (TorchDynamoException, RuntimeError):
+                if tracer.failed:
+                    raise
             # It may make tensors on the default device as it runs, which then has to be meta as
             # well. That comes second, since Dynamo is several times slower in this context.
             with torch.device("meta"):
@@ -59,7 +63,7 @@ class _Traced(Exception):
 
 
 class _Tracer:
-    """A Dynamo backend that rewrites a copy of each graph and keeps the reports."""
+    """A Dynamo backend that keeps the reports; a graph that is to run is rewritten as a copy."""
 
     def __init__(self, **options: object) -> None:
         self.options = options
@@ -69,7 +73,8 @@ class _Tracer:
 
     def __call__(self, gm: torch.fx.GraphModule, example_inputs: object) -> Callable:
         try:
-            report = rewrite(copies.of_graph(gm), compiled=True, **self.options)
+            edited = copies.of_graph(gm) if self.in_pieces else gm
+            report = rewrite(edited, compiled=True, **self.options)
         except BaseException as error:
             self.failed = error
             raise
