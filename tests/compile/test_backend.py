@@ -1,0 +1,237 @@
+"""The backend inside torch.compile: numbers, options, hooks, caches. Tiny models, few of them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from torch import nn
+
+import fxfuse
+from fxfuse.errors import BadOption, UnknownOption, UnknownPattern
+from tests.spellings import WIDTH, AddThenNorm, CastThenWeight, WeightThenCast
+
+
+class Model(nn.Module):
+    """Both orders of the cast, with a matrix product between."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.first, self.second = CastThenWeight(dtype), WeightThenCast(dtype)
+        self.mixer = nn.Linear(WIDTH, WIDTH, bias=False, dtype=dtype)
+
+    def forward(self, x, residual):
+        h = x + residual
+        h = h + self.mixer(self.first(h))
+        return self.second(h), h
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo():
+    torch._dynamo.reset()
+
+
+def inputs(dtype: torch.dtype, rows: int = 6) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(2, rows, WIDTH, generator=generator).to(dtype) for _ in range(2)]
+
+
+def run(model, call, args):
+    """Outputs, then the gradients of inputs and parameters."""
+    model.zero_grad(set_to_none=True)
+    leaves = [a.clone().requires_grad_() for a in args]
+    y, h = call(*leaves)
+    (y.float().square().sum() + h.float().sum()).backward()
+    return [y.detach(), h.detach()], [t.grad for t in (*leaves, *model.parameters())]
+
+
+def relative_error(got: torch.Tensor, right: torch.Tensor) -> float:
+    return ((got.double() - right).norm() / right.norm()).item()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("policy", ["auto", "always"])
+def test_inductor_trains_with_the_right_numbers(dtype, policy):
+    torch.manual_seed(0)
+    model = Model(dtype)
+    with fxfuse.record() as reports:
+        compiled = torch.compile(model, backend=fxfuse.make_backend(policy=policy))
+        got = run(model, compiled, inputs(dtype))
+    assert [r.counts for r in reports] == [{"add_rms_norm": 2}]
+    want = run(model, model, inputs(dtype))
+    wide = Model(torch.float64)
+    wide.load_state_dict({k: v.double() for k, v in model.state_dict().items()})
+    right = run(wide, wide, [a.double() for a in inputs(dtype)])
+    for ours, eager, true in zip(got[0] + got[1], want[0] + want[1], right[0] + right[1]):
+        assert ours.dtype == eager.dtype
+        bound = max(1.1 * relative_error(eager, true), 4 * 2**-23)
+        assert relative_error(ours, true) <= bound
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_inductor_keeps_the_roundings(dtype):
+    for norm in (CastThenWeight(dtype), WeightThenCast(dtype)):
+        model = AddThenNorm(norm)
+        with torch.no_grad():
+            got = torch.compile(model, backend=fxfuse.backend)(*inputs(dtype, 40))
+            want = model(*inputs(dtype, 40))
+        assert torch.equal(got[1], want[1])
+        assert (got[0] == want[0]).float().mean() >= 0.99
+
+
+def test_frozen_weight_and_inference_mode():
+    model = Model(torch.float32)
+    model.first.weight.requires_grad_(False)
+    compiled = torch.compile(model, backend=fxfuse.make_backend("aot_eager"))
+    run(model, compiled, inputs(torch.float32))
+    assert model.first.weight.grad is None and model.second.weight.grad is not None
+    with torch.inference_mode():
+        for got, want in zip(compiled(*inputs(torch.float32)), model(*inputs(torch.float32))):
+            torch.testing.assert_close(got, want)
+
+
+def test_autocast_keeps_its_dtypes():
+    model = Model(torch.float32)
+
+    def step(x, residual):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return model(x, residual)
+
+    with fxfuse.record() as reports:
+        got = torch.compile(step, backend=fxfuse.make_backend("aot_eager"))(*inputs(torch.float32))
+    assert sum(r.counts.get("add_rms_norm", 0) for r in reports) == 2
+    for one, other in zip(got, step(*inputs(torch.float32))):
+        assert one.dtype == other.dtype
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+
+
+def test_backend_by_name():
+    assert "fxfuse" in torch.compiler.list_backends()
+    model = AddThenNorm(CastThenWeight(torch.float32))
+    with fxfuse.record() as reports:
+        torch.compile(model, backend="fxfuse")(*inputs(torch.float32))
+    assert reports[0].counts == {"add_rms_norm": 1}
+
+
+def test_counters_and_records():
+    from torch._dynamo.utils import counters
+
+    counters["fxfuse"].clear()
+    model = AddThenNorm(CastThenWeight(torch.float32))
+    with fxfuse.record() as outer, fxfuse.record() as inner:
+        torch.compile(model, backend=fxfuse.make_backend("eager"))(*inputs(torch.float32))
+    assert len(outer) == len(inner) == 1 and counters["fxfuse"]["add_rms_norm"] == 1
+    torch._dynamo.reset()
+    torch.compile(model, backend=fxfuse.make_backend("eager"))(*inputs(torch.float32))
+    assert len(outer) == 1
+
+
+def failure(model, **kwargs) -> BaseException:
+    """What torch.compile raised, out of the wrapper that Dynamo puts around a backend's error."""
+    with pytest.raises(Exception) as caught:
+        torch.compile(model, **kwargs)(*inputs(torch.float32))
+    return getattr(caught.value, "inner_exception", caught.value)
+
+
+def test_options():
+    model = AddThenNorm(CastThenWeight(torch.float32))
+    compiled = torch.compile(
+        model,
+        backend=fxfuse.backend,
+        options={"fxfuse.patterns": ["rms_norm"], "epilogue_fusion": False},
+    )
+    with fxfuse.record() as reports:
+        compiled(*inputs(torch.float32))
+    assert reports[0].counts == {"rms_norm": 1}
+
+
+def test_bad_options():
+    model = AddThenNorm(CastThenWeight(torch.float32))
+    error = failure(model, backend=fxfuse.backend, options={"fxfuse.polcy": "auto"})
+    assert isinstance(error, UnknownOption) and "fxfuse.policy" in str(error)
+    error = failure(model, backend=fxfuse.backend, options={"fxfuse.policy": "fast"})
+    assert isinstance(error, BadOption) and "'fast'" in str(error)
+    error = failure(model, backend=fxfuse.backend, options={"fxfuse.patterns": ["nrom"]})
+    assert isinstance(error, UnknownPattern)
+    error = failure(model, backend=fxfuse.make_backend("eager"), options={"max_autotune": True})
+    assert isinstance(error, BadOption) and "max_autotune" in str(error)
+    with pytest.raises(BadOption, match="inner"):
+        fxfuse.make_backend("no_such_backend")
+    with pytest.raises(BadOption, match="policy"):
+        fxfuse.make_backend(policy="fast")
+
+
+def test_inductor_options_and_a_hook_that_is_set_already():
+    seen = []
+
+    def mine(graph):
+        seen.append(len(list(graph.nodes)))
+
+    options = fxfuse.inductor_options({"post_grad_custom_pre_pass": mine, "fx_graph_cache": False})
+    model = Model(torch.float32)
+    with fxfuse.record() as reports, torch.no_grad():
+        got = torch.compile(model, options=options)(*inputs(torch.float32))
+    assert fxfuse.Report.merge(reports).counts == {"add_rms_norm": 2}
+    assert seen
+    for one, other in zip(got, model(*inputs(torch.float32))):
+        torch.testing.assert_close(one, other)
+
+
+def test_hooks_of_two_sides_have_one_identity():
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    class Mine(CustomGraphPass):
+        def __call__(self, graph):
+            pass
+
+        def uuid(self):
+            return "mine"
+
+    alone = fxfuse.inductor_options()["post_grad_custom_pre_pass"].uuid()
+    both = fxfuse.inductor_options({"post_grad_custom_pre_pass": Mine()})
+    assert both["post_grad_custom_pre_pass"].uuid() == (alone, "mine")
+    assert (
+        fxfuse.inductor_options({"post_grad_custom_pre_pass": print})[
+            "post_grad_custom_pre_pass"
+        ].uuid()
+        is None
+    )
+
+
+def test_dynamic_rows_compile_once():
+    torch.compiler.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    model = Model(torch.float32)
+    compiled = torch.compile(model, backend=fxfuse.make_backend(counter), dynamic=True)
+    for rows in range(3, 12):
+        for got, want in zip(
+            compiled(*inputs(torch.float32, rows)), model(*inputs(torch.float32, rows))
+        ):
+            torch.testing.assert_close(got, want)
+    assert counter.frame_count == 1
+
+
+def test_second_process_hits_the_caches(tmp_path):
+    script = textwrap.dedent(
+        """
+        import torch, fxfuse
+        from torch._dynamo.utils import counters
+        from tests.compile.test_backend import Model, inputs, run
+        torch.manual_seed(0)
+        model = Model(torch.float32)
+        with fxfuse.record() as reports:
+            run(model, torch.compile(model, backend=fxfuse.backend), inputs(torch.float32))
+        print(reports[0].counts, counters["aot_autograd"]["autograd_cache_hit"])
+        """
+    )
+    environment = {**__import__("os").environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    lines = [
+        subprocess.run(
+            [sys.executable, "-c", script], env=environment, capture_output=True, text=True
+        ).stdout.strip()
+        for _ in range(2)
+    ]
+    assert lines == ["{'add_rms_norm': 2} 0", "{'add_rms_norm': 2} 1"]
