@@ -108,11 +108,11 @@ def test_output_of_the_model_file_goes_to_stderr(capsys):
 
 
 def test_inputs_target_and_policy(capsys):
-    inputs = ("--input", "4x2048xbfloat16", "--input", "residual=4x2048xbfloat16")
+    inputs = ("--input", "4x2048", "--input", "residual=4x2048xfloat32")
     _, out, _ = lines(capsys, "shop.py:build", *inputs, "--target", "cpu", "--json")
     (first, *_) = json.loads("\n".join(out))["matches"]
     assert tuple(first["shapes"]["x"]) == (4, 2048)
-    assert "bfloat16" in first["dtypes"]["x"]
+    assert first["dtypes"] == dict.fromkeys(first["dtypes"], "float32")
     assert "CPU" in first["policy"]
     code, out, _ = lines(capsys, "shop.py:build", *inputs, "--policy", "never")
     assert code == 0 and out[-1].startswith("total: no site")
