@@ -13,13 +13,18 @@ has bound.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import fx
 
-from fxfuse.facts import Facts
+from fxfuse.facts import Facts, known_equal, same_shape
 from fxfuse.view import Attr, Term, View, is_number
+
+__all__ = [
+    "Bound", "Call", "Decline", "Expr", "Fusion", "Term", "View", "known_equal", "maybe_cast",
+    "mean", "named", "rsqrt", "same_shape", "scalar", "square", "upcast", "var", "word",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +52,6 @@ class Bound:
         self.root = root
         self.names: dict[str, object] = {}
         self.nodes: list[fx.Node] = []
-        self.flaws: list[tuple[fx.Node, str]] = []
         self._trail: list[str] = []
 
     @property
@@ -132,10 +136,7 @@ class Word(Expr):
 
     def match(self, operand: object, b: Bound) -> Iterator[None]:
         term = _look_through(operand, b)
-        if term is None or term.word != self.word:
-            return
-        if term.flaw:
-            b.flaws.append((term.nodes[0], term.flaw))
+        if term is None or term.word != self.word or term.flaw:
             return
         mark = b.mark()
         b.nodes.extend(term.nodes)
@@ -322,6 +323,7 @@ def rsqrt(x: Expr) -> Expr:
 # ---- fusions ----------------------------------------------------------------------------------
 
 Builder = Callable[[Bound], "Call | Decline | None"]
+NearMiss = Callable[[View, fx.Node], "str | None"]
 
 
 @dataclass(frozen=True)
@@ -331,6 +333,7 @@ class Fusion:
     build returns the op call, a `Decline` with the reason, or None: "not in this way", on which the
     search goes on without a word. keep: bound names whose nodes may be used outside of the match,
     because the op returns them. size: of two patterns that fit one node the larger is tried first.
+    near_miss: for a node that no pattern took, the reason if it looks like this pattern, or None.
     """
 
     name: str
@@ -338,17 +341,10 @@ class Fusion:
     build: Builder
     keep: tuple[str, ...] = ()
     size: int = 0
-    doc: str = ""
-    origin: str = field(default="fxfuse", compare=False)
+    near_miss: NearMiss | None = None
 
     def ways(self, view: View, node: fx.Node) -> Iterator[Bound]:
         """Each way in which the pattern fits with `node` as its last node."""
         b = Bound(view, node)
         for _ in self.expression.match(node, b):
             yield b
-
-    def flaws(self, view: View, node: fx.Node) -> list[tuple[fx.Node, str]]:
-        b = Bound(view, node)
-        for _ in self.expression.match(node, b):
-            pass
-        return b.flaws

@@ -11,20 +11,26 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 from fxfuse.errors import BadPattern, UnknownPattern
-from fxfuse.match import Builder, Expr, Fusion
+from fxfuse.match import Builder, Expr, Fusion, NearMiss
 
 _KNOWN: dict[str, Fusion] = {}
 _loaded = False
 
 
 def pattern(
-    name: str, expression: Expr, *, keep: tuple[str, ...] = (), size: int = 0
+    name: str,
+    expression: Expr,
+    *,
+    keep: tuple[str, ...] = (),
+    size: int = 0,
+    near_miss: NearMiss | None = None,
 ) -> Callable[[Builder], Fusion]:
     """Register a pattern; decorates its `build(b)`.
 
     name: under which it is counted and chosen. expression: what to look for (`fxfuse.match`).
     keep: bound names whose values may be used outside of the match, because the op returns them.
     size: of two patterns that fit at one node, the one with the larger size is tried first.
+    near_miss: `(view, node)` to the reason why a node that looks like it was not matched, or None.
     build: returns `b.call(op, ...)`, `b.decline(reason)`, or None for "not in this way".
 
     Raises BadPattern if the expression has no outermost word, or the name is taken.
@@ -37,8 +43,7 @@ def pattern(
         known = _KNOWN.get(name)
         if known is not None and known.build.__module__ != build.__module__:
             raise BadPattern(pattern=name, problem=f"{known.build.__module__} has one of this name")
-        doc = (build.__doc__ or "").strip()
-        fusion = Fusion(name, expression, build, keep, size, doc, build.__module__)
+        fusion = Fusion(name, expression, build, keep, size, near_miss)
         _KNOWN[name] = fusion
         return fusion
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 import fxfuse.kernels.ops  # noqa: F401  (defines the op)
-from fxfuse.facts import same_shape
-from fxfuse.match import Bound, Call, Decline, named, var
+from fxfuse.match import Bound, Call, Decline, named, same_shape, var
 from fxfuse.patterns.norms import numerics, rms_norm_of, weight_of
 from fxfuse.registry import pattern
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from fxfuse.facts import known_equal
 from fxfuse.match import (
     Bound,
     Decline,
     Expr,
+    known_equal,
     maybe_cast,
     mean,
     named,

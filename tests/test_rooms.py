@@ -14,7 +14,7 @@ LAYERS = [
     ["facts", "origin", "places", "report", "arguments", "policy"],
     ["view"],
     ["match", "guard"],
-    ["registry"],
+    ["registry", "describe", "misses", "fuel"],
     ["rewrite"],
     ["options", "roundings", "copies"],
     ["hooks"],

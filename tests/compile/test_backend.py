@@ -235,3 +235,22 @@ def test_second_process_hits_the_caches(tmp_path):
         for _ in range(2)
     ]
     assert lines == ["{'add_rms_norm': 2} 0", "{'add_rms_norm': 2} 1"]
+
+
+def test_always_leaves_one_op_in_each_direction():
+    """What a compiler sees: one opaque forward, one opaque backward, nothing of the norm beside."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    graphs = []
+
+    def keep(gm, example_inputs):
+        graphs.append([str(n.target) for n in gm.graph.nodes if n.op == "call_function"])
+        return gm
+
+    model = AddThenNorm(CastThenWeight(torch.bfloat16))
+    inner = aot_autograd(fw_compiler=keep, bw_compiler=keep)
+    compiled = torch.compile(model, backend=fxfuse.make_backend(inner, policy="always"))
+    run(model, compiled, inputs(torch.bfloat16))
+    forward, backward = ([t for t in g if "getitem" not in t and "detach" not in t] for g in graphs)
+    assert forward == ["fxfuse.add_rms_norm_fwd.default"]
+    assert backward == ["fxfuse.rms_norm_bwd.default"]
