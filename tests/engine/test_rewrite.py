@@ -70,6 +70,26 @@ def test_one_sum_that_feeds_two_norms():
         torch.testing.assert_close(got, want)
 
 
+def test_norm_of_a_norm_behind_casts_that_do_nothing():
+    """In fp32 the second norm reads through the casts, at a node inside the first."""
+
+    def norm(x):
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).type_as(x)
+
+    gm = fxfuse.apply(dynamo(lambda x: norm(norm(x)), (x(),)))
+    assert gm.meta["fxfuse"].counts == {"rms_norm": 2}
+    torch.testing.assert_close(gm(x())[0], norm(norm(x())))
+
+
+def test_a_pattern_without_a_norm_is_tried_in_any_graph():
+    from fxfuse.match import Fusion, square, var
+
+    fusion = Fusion("square", square(var("x")), lambda b: b.decline("squares are cheap"))
+    report = fxfuse.apply(fx.symbolic_trace(lambda x: x * x), patterns=[fusion]).meta["fxfuse"]
+    assert [(m.pattern, m.reason) for m in report.misses] == [("square", "squares are cheap")]
+
+
 def test_the_op_is_an_overload_and_keeps_names_and_metadata():
     gm = dynamo(AddThenNorm(CastThenWeight(torch.float32)), (x(), x()))
     y, h = gm.graph.output_node().args[0]
