@@ -28,6 +28,7 @@ _REGIONS = {
     "_exit_inference_mode", "_saved_tensors_hooks_disable", "_saved_tensors_hooks_enable",
 }  # fmt: skip
 _CHECKS = {aten._assert_tensor_metadata.default}
+_VIEWS_OF_TRACERS = {aten.detach.default, aten.alias.default}
 _COMPUTING_WORDS = {"add", "mul", "div", "cast", "square", "mean", "sum", "rsqrt", "sqrt"}
 
 
@@ -68,12 +69,12 @@ def _can_stay(view: View, node: fx.Node, alive: set[fx.Node], covered: set[fx.No
 
 
 def _is_helper(node: fx.Node, covered: set[fx.Node]) -> bool:
-    """What reads a match without using a value: a metadata check, a tracer's dead detach, or
-    `x.dtype` in a symbolic trace that only the match uses.
+    """What reads a match without using a value: a metadata check, a dead view that autograd saved
+    while it was traced, or `x.dtype` in a symbolic trace that only the match uses.
     """
     if node.op != "call_function":
         return False
-    if node.target is aten.detach.default and not node.users:
+    if node.target in _VIEWS_OF_TRACERS and not node.users:
         return node.args[0] in covered
     if node.target in _CHECKS:
         return node.args[0] in covered
