@@ -29,7 +29,8 @@ _LIBRARY = torch.library.Library("fxfuse", "DEF")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 _ROUNDING = (
     "float? eps, float weight_offset=0.0, "
-    'str compute_dtype="float32", str unit_dtype="", str out_dtype=""'
+    'str compute_dtype="float32", str unit_dtype="", str out_dtype="", '
+    "bool contiguous=False"
 )
 _SIDES = 'str forward="kernel", str backward="kernel"'
 
@@ -43,6 +44,7 @@ class Rounding:
     compute_dtype: str = "float32"
     unit_dtype: str = ""
     out_dtype: str = ""
+    contiguous: bool = False
 
     def resolve(self, h_dtype: torch.dtype) -> dict:
         """The keyword arguments of `reference.rms_norm` for an input of `h_dtype`."""
