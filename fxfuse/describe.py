@@ -6,10 +6,10 @@ from torch import fx
 
 from fxfuse import origin
 from fxfuse.facts import Facts
-from fxfuse.guard import Site
 from fxfuse.match import Call
 from fxfuse.policy import Choice
 from fxfuse.report import Match
+from fxfuse.site import Site
 
 
 def describe(facts: Facts, pattern: str, site: Site, call: Call, choice: Choice) -> Match:

@@ -42,8 +42,11 @@ class BadGraph(FxfuseError, TypeError):
     )
 
 
-class UnsupportedTransform(FxfuseError, RuntimeError):
-    template = "{op} does not support {transform}: {advice}"
+class BadExampleInputs(FxfuseError, ValueError):
+    template = (
+        "the graph does not run on example_inputs ({problem}): give what the graph takes, "
+        "or leave example_inputs out"
+    )
 
 
 class TargetError(FxfuseError):

@@ -19,7 +19,8 @@ import torch
 from torch import fx
 
 from fxfuse.facts import Facts, known_equal, same_shape
-from fxfuse.view import Attr, Term, View, is_number
+from fxfuse.term import Attr, Term
+from fxfuse.view import View
 
 __all__ = [
     "Bound", "Call", "Decline", "Expr", "Fusion", "Term", "View", "known_equal", "maybe_cast",
@@ -179,16 +180,17 @@ class Var(Expr):
 
 
 class Scalar(Expr):
-    """A number known when the graph was made."""
+    """A number that is known when the graph is rewritten."""
 
     def __init__(self, name: str, optional: bool) -> None:
         self.name, self.optional = name, optional
 
     def match(self, operand: object, b: Bound) -> Iterator[None]:
-        if not is_number(operand) and not (self.optional and operand is None):
+        value = b.facts.number(operand)
+        if value is None and not (self.optional and operand is None):
             return
         mark = b.mark()
-        if b.bind(self.name, operand):
+        if b.bind(self.name, value):
             yield
         b.undo(mark)
 

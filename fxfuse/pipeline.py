@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -11,7 +13,7 @@ from torch.fx.passes.infra.pass_base import PassBase, PassResult
 
 from fxfuse import policy as policies, registry
 from fxfuse.backends import Patterns
-from fxfuse.errors import BadGraph
+from fxfuse.errors import BadExampleInputs, BadGraph
 from fxfuse.rewrite import rewrite
 
 
@@ -30,7 +32,7 @@ def apply(
     tensors; without them the sites fuse whose meaning needs none, and the ops check when they run.
     patterns: names to use, None for all. policy: "auto", "always" or "never".
 
-    Raises BadGraph, UnknownPattern, BadOption; nothing is changed then.
+    Raises BadGraph, BadExampleInputs, UnknownPattern, BadOption; nothing is changed then.
     """
     graph_module = gm.graph_module if isinstance(gm, ExportedProgram) else gm
     if not isinstance(graph_module, fx.GraphModule):
@@ -62,10 +64,21 @@ def _has_metadata(gm: fx.GraphModule) -> bool:
 
 
 def _propagate(gm: fx.GraphModule, example_inputs: Sequence[object]) -> None:
+    """Write shapes and dtypes into a graph; its tensors, buffers included, are not touched."""
     from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
     from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
-    mode = torch._guards.detect_fake_mode(example_inputs) or FakeTensorMode(
-        allow_non_fake_inputs=True
-    )
-    FakeTensorProp(gm, mode).propagate(*example_inputs)
+    shapes = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)
+    mode = torch._guards.detect_fake_mode(example_inputs) or FakeTensorMode(shape_env=shapes)
+    fake = functools.partial(mode.from_tensor, static_shapes=True)
+    twin = copy.deepcopy(gm, {id(t): fake(t) for t in (*gm.parameters(), *gm.buffers())})
+    try:
+        fakes = [fake(t) if torch.is_tensor(t) else t for t in example_inputs]
+        with torch.no_grad():
+            FakeTensorProp(twin, mode).propagate_dont_convert_inputs(*fakes)
+    except Exception as error:
+        problem = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        raise BadExampleInputs(problem=problem) from error
+    for node, traced in zip(gm.graph.nodes, twin.graph.nodes):
+        node.meta.update({k: traced.meta[k] for k in ("val", "tensor_meta") if k in traced.meta})

@@ -11,11 +11,13 @@ from torch import fx
 
 from fxfuse import fuel, policy as policies, registry
 from fxfuse.describe import describe
-from fxfuse.guard import Guards, Site, place_for, site
+from fxfuse.guard import Guards
 from fxfuse.match import Bound, Call, Decline, Fusion
 from fxfuse.misses import Refusals
 from fxfuse.report import Match, Miss, Report
-from fxfuse.view import Attr, View
+from fxfuse.site import Site, site
+from fxfuse.term import Attr
+from fxfuse.view import View
 
 _VALUE_KEYS = ("example_value", "val")
 
@@ -97,7 +99,9 @@ class _Rewrite:
             if node in self._taken or node.op in ("placeholder", "output", "get_attr"):
                 continue
             plan = self._best(node)
-            if plan is not None and fuel.spend():
+            if plan is not None and not fuel.spend():
+                self.refusals.add(plan.fusion, node, plan.site.nodes, "FXFUSE_FUEL has run out")
+            elif plan is not None:
                 self._plans.append(plan)
                 self._taken.update(dict.fromkeys(plan.site.nodes, plan.fusion.size))
                 self._needed.update(plan.site.inputs)
@@ -120,15 +124,14 @@ class _Rewrite:
         if isinstance(call, Decline):
             return self._refuse(fusion, bound, call.reason)
         outputs = (bound.root, *(bound.names[name] for name in call.outputs[1:]))
-        inputs = tuple(a for a in call.args if isinstance(a, fx.Node))
-        where = site(self.view, bound.nodes, inputs, outputs)
+        where = site(self.view, bound.nodes, call.args, outputs)
         if self._overlaps(where):
             return None
         reason = self.guards.refuse(where)
         if reason:
             return self._refuse(fusion, bound, reason)
         facts = self.view.facts
-        main = outputs[-1] if len(outputs) > 1 else inputs[0]
+        main = outputs[-1] if len(outputs) > 1 else where.inputs[0]
         place = policies.place(facts.value(main), self.compiled, self.target)
         choice = policies.choose(self.policy, place)
         if choice is None:
@@ -156,7 +159,7 @@ class _Editor:
 
     def commit(self, plan: _Plan) -> None:
         where, call = plan.site, plan.call
-        place = place_for(where)
+        place = where.place()
         for source in where.inputs:
             _hoist(self._now(source), place)
         with self.graph.inserting_before(place):

@@ -18,6 +18,11 @@ def build(b: Bound) -> Call | Decline | None:
     x, residual = b.shape("x"), b.shape("residual")
     if x is not None and residual is not None and not same_shape(x, residual):
         return b.decline(f"the operands of the add broadcast: {tuple(x)} and {tuple(residual)}")
+    if not (b.facts.is_tensor(b.x) and b.facts.is_tensor(b.residual)):
+        return b.decline("one operand of the add is a number, not a residual stream")
+    dtypes = [b.dtype(name) for name in ("x", "residual", "h")]
+    if None not in dtypes and torch.promote_types(*dtypes[:2]) != dtypes[2]:
+        return b.decline(f"the add returns {dtypes[2]}, which is not what promotion gives")
     attributes = numerics(b)
     if not isinstance(attributes, dict):
         return attributes

@@ -54,7 +54,8 @@ def numerics(b: Bound) -> dict | Decline | None:
     problem = _weight_problem(b)
     if problem:
         return b.decline(problem)
-    dtypes = _from_metadata(b) if b.dtype("h") is not None else _without_metadata(b)
+    known = b.facts.value(b.h) is not None
+    dtypes = _from_metadata(b) if known else _without_metadata(b)
     if not isinstance(dtypes, dict):
         return dtypes
     default = None if b.has("whole") else 0.0
@@ -62,6 +63,7 @@ def numerics(b: Bound) -> dict | Decline | None:
     return {
         "eps": None if eps is None else float(eps),
         "weight_offset": float(b.get("offset", 0.0)),
+        "contiguous": b.has("whole"),
         **dtypes,
     }
 
@@ -74,7 +76,9 @@ def _weight_problem(b: Bound) -> str | None:
     weight = weight_of(b)
     if weight is None:
         return None
-    shape, width = b.facts.shape(weight), b.shape("h")
+    shape, width, dtype = b.facts.shape(weight), b.shape("h"), b.facts.dtype(weight)
+    if dtype is not None and dtype.is_complex:
+        return f"the weight is {_name(dtype)}"
     if shape is None:
         return "the shape of the weight is not known: pass example_inputs to fxfuse.apply"
     columns = width[-1] if width else None
@@ -93,7 +97,8 @@ def _name(dtype: torch.dtype) -> str:
 def _from_metadata(b: Bound) -> dict | Decline | None:
     if b.dtype("h") not in FLOATS:
         return b.decline(f"its input is {_name(b.dtype('h'))}, not a floating-point tensor")
-    compute = b.dtype("rstd") if b.has("rstd") else _opmath(b.dtype("h"))
+    whole_input = b.dtype("whole_cast") or b.dtype("h")
+    compute = b.dtype("rstd") if b.has("rstd") else _opmath(whole_input)
     problem = _statistic_problem(b, compute)
     if problem:
         return b.decline(problem)
@@ -156,17 +161,22 @@ def _without_metadata(b: Bound) -> dict | Decline | None:
     unit, out = _cast_dtype(b, "unit_cast"), _cast_dtype(b, "out_cast")
     if None in (unit, out):
         return b.decline(_UNKNOWN)
-    if unit not in ("", compute) and (out or b.has("weight_cast")):
+    unit = "" if unit == compute else unit
+    if unit and out:
+        return None
+    if b.has("weight_cast") and not _multiplies_in(b, compute, unit):
         return None
     return {
         "compute_dtype": compute,
-        "unit_dtype": unit if unit != compute else "",
+        "unit_dtype": unit,
         "out_dtype": out,
     }
 
 
 def _whole_without_metadata(b: Bound) -> dict | Decline | None:
-    if b.has("out_cast"):
+    if b.has("out_cast") or (b.has("product") and b.has("weight_cast")):
+        return None
+    if b.has("shifted") and not _shifts_in(b, "float32"):
         return None
     compute = _cast_dtype(b, "whole_cast")
     returned = compute or "input"
@@ -192,6 +202,11 @@ def _plain(b: Bound) -> bool:
     """x * rsqrt(mean(x ** 2) + eps) [* w], which the op repeats step by step in half precision."""
     rstd = b.view.term(b.get("rstd"))
     return len(rstd.nodes) == 1 and "rsqrt" in str(rstd.nodes[0].target) and not b.has("weighted")
+
+
+def _multiplies_in(b: Bound, compute: str, unit: str) -> bool:
+    """True if the weight without its cast gives the same product: all is in the compute dtype."""
+    return compute != "input" and not unit and _cast_dtype(b, "weight_cast") == compute
 
 
 def _shifts_in(b: Bound, compute: str) -> bool:

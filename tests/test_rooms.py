@@ -12,8 +12,12 @@ ROOT = Path(__file__).parents[1]
 LAYERS = [
     ["errors"],
     ["facts", "origin", "places", "report", "arguments", "policy"],
+    ["memory"],
+    ["term"],
+    ["spellings"],
     ["view"],
-    ["match", "guard"],
+    ["match", "site"],
+    ["guard"],
     ["registry", "describe", "misses", "fuel"],
     ["rewrite"],
     ["options", "roundings", "copies"],

@@ -1,0 +1,186 @@
+"""Whose memory a node's value may share, and which nodes write to memory that others see."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import operator
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from fxfuse.facts import Facts
+
+F = torch.nn.functional
+
+# Functions and methods that return memory of their own. Whatever is in no list and has no schema is
+# taken to share memory with its inputs.
+_ALLOCATING_FUNCTIONS = {
+    operator.add, operator.sub, operator.mul, operator.truediv, operator.pow, operator.neg,
+    operator.matmul, torch.add, torch.sub, torch.mul, torch.div, torch.pow, torch.neg,
+    torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.cat, torch.stack, torch.mean, torch.sum,
+    torch.sqrt, torch.rsqrt, torch.square, torch.sigmoid, torch.tanh, torch.rms_norm,
+    torch.layer_norm, torch.softmax, torch.exp, torch.where, F.linear, F.embedding, F.silu, F.gelu,
+    F.softmax, F.layer_norm, F.rms_norm, F.scaled_dot_product_attention,
+}  # fmt: skip
+_ALLOCATING_METHODS = {
+    "add", "sub", "mul", "div", "pow", "neg", "matmul", "mean", "sum", "sqrt", "rsqrt", "square",
+    "sigmoid", "tanh", "softmax", "exp", "clone", "rsub", "bmm", "mm",
+}  # fmt: skip
+_ALLOCATING_MODULES = (torch.nn.Linear, torch.nn.Embedding, torch.nn.RMSNorm, torch.nn.LayerNorm)
+
+_WRITING_OPERATORS = {
+    operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv,
+    operator.imod, operator.ipow, operator.iand, operator.ior, operator.ixor, operator.imatmul,
+    operator.ilshift, operator.irshift, operator.setitem,
+}  # fmt: skip
+_KNOWN_MODULES = ("torch", "_operator", "builtins", "math", "einops")
+
+
+@dataclass(frozen=True)
+class Write:
+    """`node` writes to the memory of `target`. sure: False if it is only not known to be pure."""
+
+    node: fx.Node
+    target: fx.Node
+    sure: bool = True
+
+
+@dataclass
+class Memory:
+    """The memory of one graph. A root stands for an allocation: a node, or a module's tensor."""
+
+    graph_module: fx.GraphModule
+    facts: Facts
+    _roots: dict[fx.Node, frozenset[Hashable]] = field(default_factory=dict)
+
+    def allocates(self, node: fx.Node) -> bool:
+        """True if a node returns memory of its own, shared with none of its inputs."""
+        target = node.target
+        if isinstance(target, torch._ops.OpOverload):
+            return not any(r.alias_info for r in target._schema.returns)
+        if node.op == "call_function":
+            return target in _ALLOCATING_FUNCTIONS
+        if node.op == "call_method":
+            return target in _ALLOCATING_METHODS
+        if node.op == "call_module":
+            return isinstance(self.graph_module.get_submodule(target), _ALLOCATING_MODULES)
+        return False
+
+    def roots(self, node: fx.Node) -> frozenset[Hashable]:
+        """The roots whose memory a node's value may lie in."""
+        stack = [node]
+        while stack:
+            top = stack[-1]
+            if top in self._roots:
+                stack.pop()
+                continue
+            inputs = [] if self.allocates(top) else top.all_input_nodes
+            waiting = [i for i in inputs if i not in self._roots]
+            if waiting:
+                stack.extend(waiting)
+                continue
+            own = self.root_of(top.target) if top.op == "get_attr" else top
+            self._roots[top] = frozenset({own}).union(*(self._roots[i] for i in inputs))
+            stack.pop()
+        return self._roots[node]
+
+    def root_of(self, target: str) -> Hashable:
+        """The root of a parameter or buffer: one for all the names that it has."""
+        tensor = self.facts.attribute(target)
+        if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:
+            return ("memory", tensor.untyped_storage()._cdata)
+        return ("attribute", target)
+
+    def writes(self) -> list[Write]:
+        return [w for node in self.graph_module.graph.nodes for w in self.writes_of(node)]
+
+    def writes_of(self, node: fx.Node) -> list[Write]:
+        if node.op == "call_method":
+            name = node.target
+            in_place = name.endswith("_") and not name.endswith("__")
+            return _to(node, node.args[:1]) if in_place else []
+        if node.op == "call_module":
+            return self._module_writes(node)
+        return self._function_writes(node) if node.op == "call_function" else []
+
+    def writes_to_inputs(self) -> bool:
+        """True if the graph may write to what it is given."""
+        return any(
+            isinstance(root, tuple) or root.op == "placeholder"
+            for write in self.writes()
+            for root in self.roots(write.target)
+        )
+
+    def _module_writes(self, node: fx.Node) -> list[Write]:
+        module = self.graph_module.get_submodule(node.target)
+        if isinstance(module, fx.GraphModule):
+            return self._nested_writes(node, [module])
+        if getattr(module, "inplace", False) is True:
+            return _to(node, node.args[:1])
+        known = type(module).__module__.startswith("torch.nn.")
+        return [] if known else _to(node, node.all_input_nodes, sure=False)
+
+    def _function_writes(self, node: fx.Node) -> list[Write]:
+        target = node.target
+        if isinstance(target, torch._ops.OpOverload):
+            return _by_schema(node, target._schema)
+        if isinstance(target, torch._ops.OpOverloadPacket):
+            schemas = [getattr(target, name)._schema for name in target.overloads()]
+            return [w for schema in schemas for w in _by_schema(node, schema)]
+        if isinstance(target, torch._ops.HigherOrderOperator):
+            fetched = [n.target for n in node.all_input_nodes if n.op == "get_attr"]
+            inner = [m for m in map(self.facts.attribute, fetched) if isinstance(m, fx.GraphModule)]
+            return self._nested_writes(node, inner)
+        found = _to(node, [node.kwargs.get("out")])
+        if _in_place(node):
+            found += _to(node, node.args[:1])
+        known = (_module_of(target) or "torch").split(".")[0] in _KNOWN_MODULES
+        return found if found or known else _to(node, node.all_input_nodes, sure=False)
+
+    def _nested_writes(self, node: fx.Node, graphs: list[fx.GraphModule]) -> list[Write]:
+        """A call of graphs writes to its inputs if one of them does, or if none can be seen."""
+        pure = graphs and not any(Memory(g, Facts(g)).writes_to_inputs() for g in graphs)
+        return [] if pure else _to(node, node.all_input_nodes)
+
+
+def _to(node: fx.Node, targets: Iterable[object], sure: bool = True) -> list[Write]:
+    found = [leaf for leaf in pytree.tree_leaves(list(targets)) if isinstance(leaf, fx.Node)]
+    return [Write(node, target, sure) for target in found]
+
+
+def _by_schema(node: fx.Node, schema: torch.FunctionSchema) -> list[Write]:
+    found = []
+    for index, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found.append(
+                node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
+            )
+    return _to(node, found)
+
+
+def _in_place(node: fx.Node) -> bool:
+    name = getattr(node.target, "__name__", "")
+    if node.target in _WRITING_OPERATORS or (name.endswith("_") and not name.endswith("__")):
+        return True
+    at = _inplace_position(node.target)
+    given = node.args[at] if at is not None and at < len(node.args) else node.kwargs.get("inplace")
+    return given is not None and given is not False
+
+
+@functools.lru_cache(maxsize=1024)
+def _inplace_position(function: Callable) -> int | None:
+    """Where a function of torch.nn.functional takes `inplace`."""
+    if _module_of(function) != "torch.nn.functional":
+        return None
+    try:
+        return list(inspect.signature(function).parameters).index("inplace")
+    except ValueError:
+        return None
+
+
+def _module_of(function: Callable) -> str | None:
+    return getattr(function, "__module__", None)

@@ -1,0 +1,94 @@
+"""`Site`: the nodes that one op replaces, and where the op can stand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from fxfuse.term import Attr
+from fxfuse.view import View
+
+aten = torch.ops.aten
+
+_CHECKS = {aten._assert_tensor_metadata.default}
+_VIEWS_OF_TRACERS = {aten.detach.default, aten.alias.default}
+_MOVABLE_WORDS = {"add", "mul", "div", "cast", "square", "mean", "sum", "rsqrt", "sqrt"}
+
+
+@dataclass(frozen=True)
+class Site:
+    """One matched site.
+
+    nodes: what the op replaces, in graph order; they can be erased. inputs: the nodes that the op
+    reads, and parameters what it reads of leaf modules. outputs: the nodes whose values it returns;
+    the root, the last node, is the first of them.
+    """
+
+    nodes: tuple[fx.Node, ...]
+    inputs: tuple[fx.Node, ...]
+    parameters: tuple[Attr, ...]
+    outputs: tuple[fx.Node, ...]
+
+    @property
+    def root(self) -> fx.Node:
+        return self.outputs[0]
+
+    def place(self) -> fx.Node:
+        """The node that the op has to stand before: the root, or an earlier user of a result."""
+        covered = set(self.nodes)
+        users = [u for n in self.outputs for u in n.users if u not in covered]
+        return min([self.root, *users])
+
+
+def site(view: View, matched: Iterable[fx.Node], args: tuple, outputs: tuple) -> Site:
+    """The site of a match: casts needed elsewhere stay, helpers of the match go with it."""
+    inputs = tuple(a for a in args if isinstance(a, fx.Node))
+    covered = set(matched)
+    alive = set(inputs) | set(outputs[1:])
+    while stay := {n for n in covered if n not in outputs and _can_stay(view, n, alive, covered)}:
+        covered -= stay
+        alive |= stay
+    helpers = {u for n in (*covered, *alive) for u in n.users if _is_helper(u, covered)}
+    parameters = tuple(a for a in args if isinstance(a, Attr))
+    return Site(tuple(sorted(covered | helpers)), inputs, parameters, outputs)
+
+
+def _can_stay(view: View, node: fx.Node, alive: set[fx.Node], covered: set[fx.Node]) -> bool:
+    """A cast of a value that stays alive, with users outside of the match."""
+    term = view.term(node)
+    if term.word not in ("cast", "same") or term.args[0] not in alive:
+        return False
+    return any(u not in covered and not _is_helper(u, covered) for u in node.users)
+
+
+def _is_helper(node: fx.Node, covered: set[fx.Node]) -> bool:
+    """What reads a match without using a value: a metadata check, a dead view that autograd saved
+    while it was traced, or `x.dtype` in a symbolic trace that only the match uses.
+    """
+    if node.op != "call_function":
+        return False
+    if node.target in _CHECKS or (node.target in _VIEWS_OF_TRACERS and not node.users):
+        return not covered.isdisjoint(node.all_input_nodes)
+    return node.target is getattr and node.args[1:] == ("dtype",) and covered.issuperset(node.users)
+
+
+def moved(view: View, site: Site) -> set[fx.Node] | None:
+    """The nodes that have to move before the op's place, for its inputs; None if one cannot."""
+    place, covered = site.place(), set(site.nodes)
+    found: set[fx.Node] = set()
+    waiting = list(site.inputs)
+    while waiting:
+        node = waiting.pop()
+        if node in covered:
+            return None
+        if node < place or node in found:
+            continue
+        pure = view.term(node).word in _MOVABLE_WORDS and not view.memory.writes_of(node)
+        if node.op != "get_attr" and not pure:
+            return None
+        found.add(node)
+        waiting.extend(node.all_input_nodes)
+    return found
