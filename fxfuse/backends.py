@@ -113,11 +113,16 @@ def _compile(gm, example_inputs, inner, ours, mode, options) -> Callable:
         expected = f"the inner backend {inner!r} takes no options; leave it out"
         raise BadOption(option=what, value=others or mode, expected=expected)
     report = rewrite(gm, **{**ours, **given}, compiled=inductor)
-    publish(report)
-    if not inductor:
+    if inductor:
+        compiled = _inductor(gm, example_inputs, report, {**_mode_options(mode), **others})
+    else:
         compiler = inner if callable(inner) else torch._dynamo.lookup_backend(inner)
-        return compiler(gm, example_inputs)
-    patches = {**_mode_options(mode), **others}
+        compiled = compiler(gm, example_inputs)
+    publish(report)  # not before: a compiler may ask Dynamo to begin again
+    return compiled
+
+
+def _inductor(gm, example_inputs, report: Report, patches: dict[str, object]) -> Callable:
     if report.modified:
         patches[_POST_GRAD] = _keep_roundings(patches)
     return torch._dynamo.lookup_backend("inductor")(gm, example_inputs, config_patches=patches)

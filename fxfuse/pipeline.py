@@ -70,7 +70,9 @@ def _propagate(gm: fx.GraphModule, example_inputs: Sequence[object]) -> None:
     from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
     shapes = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)
-    mode = torch._guards.detect_fake_mode(example_inputs) or FakeTensorMode(shape_env=shapes)
+    mode = torch._guards.detect_fake_mode(example_inputs) or FakeTensorMode(
+        shape_env=shapes, allow_non_fake_inputs=True
+    )
     fake = functools.partial(mode.from_tensor, static_shapes=True)
     twin = copy.deepcopy(gm, {id(t): fake(t) for t in (*gm.parameters(), *gm.buffers())})
     try:

@@ -8,6 +8,7 @@ import textwrap
 
 import pytest
 import torch
+import torch._dynamo.testing
 from torch import nn
 
 import fxfuse

@@ -1,0 +1,111 @@
+"""Dtypes at the edges of a match: what a cast beside it means, with metadata and without."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.nn import functional as F
+
+import fxfuse
+from tests.dialects import exported
+
+N = 16
+
+
+def rms(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+class Model(nn.Module):
+    def __init__(self, formula, w_dtype, affine=True) -> None:
+        super().__init__()
+        self.formula = formula
+        self.norm = nn.RMSNorm(N, elementwise_affine=affine, dtype=torch.bfloat16)
+        self.w = nn.Parameter(torch.linspace(0.5, 1.5, N).to(w_dtype))
+
+    def forward(self, x):
+        return self.formula(self, x)
+
+
+HALF, WIDE = torch.bfloat16, torch.float32
+BESIDE = {
+    "whole * (1 + w)": (lambda m, x: m.norm(x) * (1 + m.w), HALF, HALF),
+    "whole * (1 + wide w)": (lambda m, x: m.norm(x) * (1 + m.w), WIDE, HALF),
+    "whole * w.float()": (lambda m, x: m.norm(x) * m.w.float(), HALF, HALF),
+    "half formula * w.float()": (lambda m, x: rms(x) * m.w.float(), HALF, HALF),
+    "in place by a wide weight": (lambda m, x: rms(x).mul_(m.w), WIDE, HALF),
+    "whole of a cast down": (lambda m, x: m.norm(x.bfloat16()), HALF, WIDE),
+    "formula of a cast down": (lambda m, x: rms(x.half()), HALF, WIDE),
+    "wide formula * w.double()": (lambda m, x: rms(x.float()) * m.w.double(), HALF, HALF),
+    "cast to an integer": (lambda m, x: (rms(x.float()) * m.w).to(torch.int8), HALF, HALF),
+    "cast up again": (lambda m, x: (rms(x.float()).to(x.dtype) * m.w).float(), HALF, HALF),
+    "1 + w in half": (lambda m, x: (rms(x.float()) * (1 + m.w)).to(x.dtype), HALF, HALF),
+}
+
+
+@pytest.mark.parametrize(
+    "trace", [lambda m, a: fx.symbolic_trace(m), exported], ids=["fx", "export"]
+)
+@pytest.mark.parametrize("name", BESIDE)
+def test_values_and_dtypes(name, trace):
+    formula, w_dtype, x_dtype = BESIDE[name]
+    model = Model(formula, w_dtype, affine="(1" not in name)
+    x = torch.randn(4, N, generator=torch.Generator().manual_seed(0)).to(x_dtype)
+    want = model(x)
+    gm = fxfuse.apply(trace(model, (x,)))
+    got = gm(x)
+    assert got.dtype == want.dtype
+    assert (got == want).float().mean() >= 0.99
+
+
+def test_whole_norm_of_a_wider_cast():
+    """eps=None means the epsilon of the dtype that the norm sees."""
+    x = torch.randn(4, N) * 1e-8
+
+    def model(x):
+        return F.rms_norm(x.double(), (N,))
+
+    for gm in (fx.symbolic_trace(model), exported(Wrapped(model), (x,))):
+        got = fxfuse.apply(gm)(x)
+        assert got.dtype == torch.float64
+        torch.testing.assert_close(got, model(x))
+
+
+class Wrapped(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args):
+        return self.function(*args)
+
+
+def test_in_place_add_keeps_its_dtype():
+    def model(x, r, w):
+        h = (x * 2).add_(r)
+        return h, rms(h.float()) * w
+
+    args = torch.randn(4, N).bfloat16(), torch.randn(4, N), torch.rand(N)
+    for gm in (fx.symbolic_trace(model), exported(Wrapped(model), args)):
+        for got, want in zip(fxfuse.apply(gm)(*args), model(*args)):
+            assert got.dtype == want.dtype
+            torch.testing.assert_close(got, want)
+
+
+def test_normalized_shape_that_is_not_a_literal_row():
+    def over_two(x):
+        return F.rms_norm(x, x.shape[1:])
+
+    x = torch.randn(2, 4, N)
+    for example in (None, (x,)):
+        gm = fxfuse.apply(fx.symbolic_trace(over_two), example)
+        torch.testing.assert_close(gm(x), over_two(x))
+
+
+def test_complex_weight_is_left_alone():
+    gm = fx.symbolic_trace(lambda x, w: rms(x) * w)
+    args = torch.randn(4, N), torch.randn(N, dtype=torch.complex64)
+    report = fxfuse.apply(gm, args).meta["fxfuse"]
+    assert "weight" not in [k for m in report.matches for k in m.shapes]
+    torch.testing.assert_close(gm(*args), rms(args[0]) * args[1])
