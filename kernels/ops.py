@@ -8,11 +8,13 @@ on a GPU. The attributes `forward` and `backward` choose for each side between t
 Attributes of all of them: `eps` (None: the machine epsilon), `weight_offset` (1 for a zero-centred
 weight), and where the graph rounds: `compute_dtype`, `unit_dtype` (the normalised value, before the
 weight) and `out_dtype`, each "" (what promotion gives), "input" (the dtype of x, or of
-x + residual) or the name of a torch dtype.
+x + residual) or the name of a torch dtype. y lies in memory as an elementwise op on h would put it,
+or contiguously where `contiguous` says so; h lies where x + residual does.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,8 +23,9 @@ from types import ModuleType
 import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fxfuse.kernels import compiled, reference
+from fxfuse.kernels import compiled, layout, reference
 
 _LIBRARY = torch.library.Library("fxfuse", "DEF")
 # Inductor may choose the inputs' strides, but not their order: the last dim stays contiguous.
@@ -77,7 +80,7 @@ def rms_norm(
     sides = _check_sides("rms_norm", forward, backward)
     attributes = Rounding(**rounding)
     if _must_be_plain((x, weight)) or not _one_value_per_column(weight, x.shape):
-        return reference.rms_norm(x, weight, **attributes.resolve(x.dtype))[0]
+        return _plain_norm(x, weight, attributes)[0]
     if _needs_grad(x, weight):
         return _RMSNorm.apply(x, weight, attributes, *sides)
     return _forward(x, None, weight, attributes, forward)[0]
@@ -102,7 +105,7 @@ def add_rms_norm(
     columns = (x if x.dim() >= residual.dim() else residual).shape[-1:]
     if _must_be_plain((x, residual, weight)) or not _one_value_per_column(weight, columns):
         h = x + residual
-        return reference.rms_norm(h, weight, **attributes.resolve(h.dtype))[0], h
+        return _plain_norm(h, weight, attributes)[0], h
     if _needs_grad(x, residual, weight):
         return _AddRMSNorm.apply(x, residual, weight, attributes, *sides)
     return _forward(x, residual, weight, attributes, forward)[:2]
@@ -120,13 +123,22 @@ def _needs_grad(*tensors: Tensor | None) -> bool:
 
 
 def _must_be_plain(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether a transform that our Functions have no rule for is at work.
+    """Whether something is at work that our Functions have no rule for, and ATen's ops have.
 
-    vmap, jvp, torch.func.grad and dual tensors all have rules for the ATen ops of the formula.
+    That is vmap, jvp and torch.func.grad, dual tensors, tensor subclasses, and dtypes without a
+    real gradient.
     """
     if torch._C._are_functorch_transforms_active():
         return True
-    return any(t is not None and unpack_dual(t).tangent is not None for t in tensors)
+    return any(t is not None and _is_special(t) for t in tensors)
+
+
+def _is_special(t: Tensor) -> bool:
+    return (
+        not t.is_floating_point()
+        or is_traceable_wrapper_subclass(t)
+        or unpack_dual(t).tangent is not None
+    )
 
 
 def _one_value_per_column(weight: Tensor | None, shape: Sequence[int]) -> bool:
@@ -207,12 +219,18 @@ def _forward(
     """y, h and rstd by the inner op or by the plain formula; h is x where there is no residual."""
     if side == "inline":
         h = x if residual is None else x + residual
-        y, rstd = reference.rms_norm(h, weight, **attributes.resolve(h.dtype))
+        y, rstd = _plain_norm(h, weight, attributes)
         return y, h, rstd
     if residual is None:
         y, rstd = torch.ops.fxfuse.rms_norm_fwd.default(x, weight, **vars(attributes))
         return y, x, rstd
     return torch.ops.fxfuse.add_rms_norm_fwd.default(x, residual, weight, **vars(attributes))
+
+
+def _plain_norm(h: Tensor, weight: Tensor | None, attributes: Rounding) -> tuple[Tensor, Tensor]:
+    """y and rstd by the plain formula."""
+    y, rstd = reference.rms_norm(h, weight, **attributes.resolve(h.dtype))
+    return (y.contiguous() if attributes.contiguous else y), rstd
 
 
 # ------------------------------------------------------------ inner ops
@@ -234,10 +252,10 @@ def _forward_on(implementation):
 def _plain_forward(x, residual, weight, attributes, formulas=reference):
     if residual is None:
         y, rstd = formulas.rms_norm(x, weight, **attributes.resolve(x.dtype))
-        return y.contiguous(), x, rstd.contiguous()
+        return layout.contiguous(y), x, layout.contiguous(rstd)
     resolved = attributes.resolve(torch.result_type(x, residual))
     y, h, rstd = formulas.add_rms_norm(x, residual, weight, **resolved)
-    return y.contiguous(), h.contiguous(), rstd.contiguous()
+    return layout.contiguous(y), layout.contiguous(h), layout.contiguous(rstd)
 
 
 def _cpu_forward(x, residual, weight, attributes):
@@ -264,8 +282,9 @@ def _triton_forward(x, residual, weight, attributes):
 def _fake_forward(x, residual, weight, attributes):
     h = x if residual is None else x + residual
     compute_dtype = attributes.resolve(h.dtype)["compute_dtype"]
-    y = h.new_empty(h.shape, dtype=_y_dtype(h.dtype, weight, attributes))
-    return y, h.new_empty(h.shape), h.new_empty(h.shape[:-1], dtype=compute_dtype)
+    y_dtype = _y_dtype(h.dtype, weight, attributes)
+    y = h.new_empty(h.shape, dtype=y_dtype) if attributes.contiguous else layout.like(h, y_dtype)
+    return y, h, layout.like_rows(h, compute_dtype)
 
 
 def _y_dtype(h_dtype: torch.dtype, weight: Tensor | None, attributes: Rounding) -> torch.dtype:
@@ -284,7 +303,7 @@ def _plain_backward(
     dh, dweight = formulas.rms_norm_bwd(
         dys, h, weight, rstd, dres, weight_offset=weight_offset, need_dweight=need_dweight
     )
-    return dh.contiguous(), _or_empty(dweight, h, weight)
+    return layout.contiguous(dh), _or_empty(dweight, h, weight)
 
 
 def _cpu_backward(dys, h, weight, rstd, dres, **attributes):
@@ -313,7 +332,7 @@ def _fake_backward(dys, h, weight, rstd, dres, *, weight_offset=0.0, need_dweigh
     dweight = None
     if need_dweight and weight is not None:
         dweight = weight.new_empty(weight.shape)
-    return h.new_empty(h.shape), _or_empty(dweight, h, weight)
+    return layout.like(h, h.dtype), _or_empty(dweight, h, weight)
 
 
 def _or_empty(dweight: Tensor | None, h: Tensor, weight: Tensor | None) -> Tensor:
@@ -347,16 +366,23 @@ def _define_outer(name: str, inputs: str, returns: str, function) -> None:
     _LIBRARY.impl(name, function, "FuncTorchBatched")
 
 
-def _define_inner(name: str, signature: str, cuda, cpu, plain, fake) -> None:
+def _define_inner(name: str, signature: str, cuda, cpu, plain, batched, fake) -> None:
     _LIBRARY.define(f"{name}{signature}", tags=_TAGS)
     _LIBRARY.impl(name, cuda, "CUDA")
     _LIBRARY.impl(name, cpu, "CPU")
     _LIBRARY.impl(name, plain, "CompositeExplicitAutograd")
+    # torch.autograd.grad(is_grads_batched=True) runs under the older vmap, of key Batched.
+    _LIBRARY.impl(name, batched, "Batched")
+    _LIBRARY.impl(name, batched, "FuncTorchBatched")
     torch.library.register_fake(f"fxfuse::{name}", fake, lib=_LIBRARY)
 
 
 def _define_forward(name: str, signature: str) -> None:
-    implementations = (_triton_forward, _cpu_forward, _plain_forward, _fake_forward)
+    laid_out = (
+        functools.partial(layout.forward, run)
+        for run in (_triton_forward, _cpu_forward, _plain_forward)
+    )
+    implementations = (*laid_out, _plain_forward, _fake_forward)
     _define_inner(name, signature, *(_forward_on(f)[name] for f in implementations))
 
 
@@ -376,8 +402,10 @@ _define_inner(
     "rms_norm_bwd",
     "(Tensor[] dys, Tensor h, Tensor? weight, Tensor rstd, Tensor? dres, *, "
     "float weight_offset=0.0, bool need_dweight) -> (Tensor, Tensor)",
-    _triton_backward,
-    _cpu_backward,
+    *(
+        functools.partial(layout.backward, run)
+        for run in (_triton_backward, _cpu_backward, _plain_backward)
+    ),
     _plain_backward,
     _fake_backward,
 )

@@ -7,6 +7,7 @@ pass over a row, reductions over the last dim, one cast at the end.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -132,11 +133,12 @@ def sum_rows(t: Tensor) -> Tensor:
     rows suit the cache better, and their sums are few enough to be added in fp64. Where the rows
     are not known to make whole runs, all of them are. On a GPU Inductor makes a tree of its own.
     """
-    rows = t.unsqueeze(0).flatten(0, -2)
+    count, columns = math.prod(t.shape[:-1]), t.shape[-1]
+    rows = t.reshape(count, columns)
     if t.device.type != "cpu":
         return rows.sum(0)
-    if _known(rows.shape[0] % RUN == 0):
-        rows = rows.unflatten(0, (-1, RUN)).sum(1)
+    if _known(count % RUN == 0):
+        rows = rows.view(count // RUN, RUN, columns).sum(1)
     return rows.sum(0, dtype=torch.float64).to(t.dtype)
 
 
