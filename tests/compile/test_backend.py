@@ -8,7 +8,6 @@ import textwrap
 
 import pytest
 import torch
-import torch._dynamo.testing
 from torch import nn
 
 import fxfuse
@@ -203,16 +202,15 @@ def test_hooks_of_two_sides_have_one_identity():
 
 
 def test_dynamic_rows_compile_once():
-    torch.compiler.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     model = Model(torch.float32)
-    compiled = torch.compile(model, backend=fxfuse.make_backend(counter), dynamic=True)
-    for rows in range(3, 12):
-        for got, want in zip(
-            compiled(*inputs(torch.float32, rows)), model(*inputs(torch.float32, rows))
-        ):
-            torch.testing.assert_close(got, want)
-    assert counter.frame_count == 1
+    backend = fxfuse.make_backend("aot_eager")
+    with fxfuse.record() as reports:
+        compiled = torch.compile(model, backend=backend, dynamic=True)
+        for rows in range(3, 12):
+            args = inputs(torch.float32, rows)
+            for got, want in zip(compiled(*args), model(*args)):
+                torch.testing.assert_close(got, want)
+    assert [r.counts for r in reports] == [{"add_rms_norm": 2}]
 
 
 def test_second_process_hits_the_caches(tmp_path):
