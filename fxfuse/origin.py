@@ -28,7 +28,7 @@ def module_path(node: fx.Node) -> str:
 
 @lru_cache(maxsize=4096)
 def _readable(path: str) -> str:
-    path = _LOCAL.sub("", path).replace("._modules[", "[")
+    path = _LOCAL.sub("", path).replace("_modules[", "[")
     return _ITEM.sub(r".\1", path).removeprefix("self.").strip(".")
 
 

@@ -1,0 +1,45 @@
+"""The pass that keeps roundings marks our own half-precision steps, and nothing else."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from fxfuse.roundings import KeepRoundings, source_hash
+
+BARRIER = "low_precision_pointwise_barrier"
+
+
+def graph() -> tuple[fx.Graph, dict[str, fx.Node]]:
+    made = fx.Graph()
+    x = made.placeholder("x")
+    nodes = {"x": x}
+    for name, dtype, meta in (
+        ("ours", torch.bfloat16, {"custom": {"fxfuse": "fxfuse::rms_norm"}}),
+        ("wide", torch.float32, {"custom": {"fxfuse": "fxfuse::rms_norm"}}),
+        ("theirs", torch.bfloat16, {}),
+        ("backward", torch.bfloat16,
+         {"custom": {"fxfuse": "fxfuse::rms_norm"}, "partitioner_tag": "is_backward"}),
+    ):  # fmt: skip
+        node = made.call_function(torch.ops.aten.neg.default, (x,), name=name)
+        node.meta.update(meta, val=torch.empty(2, dtype=dtype, device="meta"))
+        nodes[name] = node
+    x.meta["val"] = torch.empty(2, device="meta")
+    made.output(tuple(nodes.values()))
+    return made, nodes
+
+
+def test_only_our_forward_half_steps_are_marked():
+    made, nodes = graph()
+    KeepRoundings()(made)
+    assert [name for name, n in nodes.items() if n.meta.get(BARRIER)] == ["ours"]
+
+
+def test_a_pass_that_was_set_runs_first():
+    seen = []
+    KeepRoundings(lambda g: seen.append(any(n.meta.get(BARRIER) for n in g.nodes)))(graph()[0])
+    assert seen == [False]
+
+
+def test_the_sources_are_part_of_the_identity():
+    assert source_hash() in KeepRoundings().uuid() and len(source_hash()) == 64
