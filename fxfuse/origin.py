@@ -33,7 +33,7 @@ def _readable(path: str) -> str:
 
 
 def code_line(node: fx.Node) -> str:
-    """ "file:line" of the innermost frame outside of PyTorch, or "" where none was recorded."""
+    """The innermost frame outside of PyTorch as file:line, "" where none was recorded."""
     trace = node.meta.get("stack_trace")
     if not trace:
         return ""

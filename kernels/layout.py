@@ -33,7 +33,7 @@ def like_rows(h: Tensor, dtype: torch.dtype) -> Tensor:
 
 def contiguous(t: Tensor) -> Tensor:
     """`t` with the strides of a new tensor, also for dims of size 1."""
-    return t.contiguous().view(t.shape)
+    return t.reshape(-1).view(t.shape)
 
 
 def forward(
