@@ -33,7 +33,15 @@ def like_rows(h: Tensor, dtype: torch.dtype) -> Tensor:
 
 def contiguous(t: Tensor) -> Tensor:
     """`t` with the strides of a new tensor, also for dims of size 1."""
-    return t.reshape(-1).view(t.shape)
+    t = t.contiguous()
+    if min(t.shape, default=2) > 1:
+        return t
+    strides, step = [], 1
+    for size in reversed(t.shape):
+        strides.append(step)
+        step *= max(size, 1)
+    strides = tuple(reversed(strides))
+    return t if t.stride() == strides else t.as_strided(t.shape, strides)
 
 
 def forward(

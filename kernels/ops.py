@@ -249,13 +249,18 @@ def _forward_on(implementation):
     return {"rms_norm_fwd": rms_norm_fwd, "add_rms_norm_fwd": add_rms_norm_fwd}
 
 
-def _plain_forward(x, residual, weight, attributes, formulas=reference):
+def _formula_forward(x, residual, weight, attributes, formulas=reference):
     if residual is None:
         y, rstd = formulas.rms_norm(x, weight, **attributes.resolve(x.dtype))
-        return layout.contiguous(y), x, layout.contiguous(rstd)
+        return y, None, rstd
     resolved = attributes.resolve(torch.result_type(x, residual))
-    y, h, rstd = formulas.add_rms_norm(x, residual, weight, **resolved)
-    return layout.contiguous(y), layout.contiguous(h), layout.contiguous(rstd)
+    return formulas.add_rms_norm(x, residual, weight, **resolved)
+
+
+def _plain_forward(x, residual, weight, attributes, formulas=reference):
+    y, h, rstd = _formula_forward(x, residual, weight, attributes, formulas)
+    h = None if h is None else layout.contiguous(h)
+    return layout.contiguous(y), h, layout.contiguous(rstd)
 
 
 def _cpu_forward(x, residual, weight, attributes):
@@ -297,13 +302,14 @@ def _y_dtype(h_dtype: torch.dtype, weight: Tensor | None, attributes: Rounding) 
     return resolved["out_dtype"] or dtype
 
 
-def _plain_backward(
-    dys, h, weight, rstd, dres, *, weight_offset=0.0, need_dweight, formulas=reference
-):
-    dh, dweight = formulas.rms_norm_bwd(
-        dys, h, weight, rstd, dres, weight_offset=weight_offset, need_dweight=need_dweight
-    )
-    return layout.contiguous(dh), _or_empty(dweight, h, weight)
+def _formula_backward(dys, h, weight, rstd, dres, *, formulas=reference, **attributes):
+    dh, dweight = formulas.rms_norm_bwd(dys, h, weight, rstd, dres, **attributes)
+    return dh, _or_empty(dweight, h, weight)
+
+
+def _plain_backward(*operands, **attributes):
+    dh, dweight = _formula_backward(*operands, **attributes)
+    return layout.contiguous(dh), dweight
 
 
 def _cpu_backward(dys, h, weight, rstd, dres, **attributes):
@@ -382,7 +388,7 @@ def _define_forward(name: str, signature: str) -> None:
         functools.partial(layout.forward, run)
         for run in (_triton_forward, _cpu_forward, _plain_forward)
     )
-    implementations = (*laid_out, _plain_forward, _fake_forward)
+    implementations = (*laid_out, _formula_forward, _fake_forward)
     _define_inner(name, signature, *(_forward_on(f)[name] for f in implementations))
 
 
@@ -406,6 +412,6 @@ _define_inner(
         functools.partial(layout.backward, run)
         for run in (_triton_backward, _cpu_backward, _plain_backward)
     ),
-    _plain_backward,
+    _formula_backward,
     _fake_backward,
 )
