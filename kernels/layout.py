@@ -148,7 +148,7 @@ def _fit_rows(rstd: Tensor, h: Tensor) -> Tensor:
 
 
 def _shadow(h: Tensor) -> Tensor:
-    """`h` without its memory, to find a layout without allocating any."""
+    """`h` without its memory: a layout found for it allocates none, and is that of fake tensors."""
     return torch.empty_strided(h.shape, h.stride(), dtype=h.dtype, device="meta")
 
 
