@@ -127,7 +127,7 @@ class Memory:
     def _function_writes(self, node: fx.Node) -> list[Write]:
         target = node.target
         if isinstance(target, torch._ops.OpOverload):
-            return _by_schema(node, target._schema)
+            return _by_schema(node, target._schema) if target._schema.is_mutable else []
         if isinstance(target, torch._ops.OpOverloadPacket):
             schemas = [getattr(target, name)._schema for name in target.overloads()]
             return [w for schema in schemas for w in _by_schema(node, schema)]
@@ -135,11 +135,11 @@ class Memory:
             fetched = [n.target for n in node.all_input_nodes if n.op == "get_attr"]
             inner = [m for m in map(self.facts.attribute, fetched) if isinstance(m, fx.GraphModule)]
             return self._nested_writes(node, inner)
-        found = _to(node, [node.kwargs.get("out")])
-        if _in_place(node):
+        manner = _manner(target)
+        found = _to(node, [node.kwargs["out"]]) if "out" in node.kwargs else []
+        if manner.in_place or _given(node, manner.inplace_at):
             found += _to(node, node.args[:1])
-        known = (_module_of(target) or "torch").split(".")[0] in _KNOWN_MODULES
-        return found if found or known else _to(node, node.all_input_nodes, sure=False)
+        return found if found or manner.known else _to(node, node.all_input_nodes, sure=False)
 
     def _nested_writes(self, node: fx.Node, graphs: list[fx.GraphModule]) -> list[Write]:
         """A call of graphs writes to its inputs if one of them does, or if none can be seen."""
@@ -162,25 +162,37 @@ def _by_schema(node: fx.Node, schema: torch.FunctionSchema) -> list[Write]:
     return _to(node, found)
 
 
-def _in_place(node: fx.Node) -> bool:
-    name = getattr(node.target, "__name__", "")
-    if node.target in _WRITING_OPERATORS or (name.endswith("_") and not name.endswith("__")):
-        return True
-    at = _inplace_position(node.target)
-    given = node.args[at] if at is not None and at < len(node.args) else node.kwargs.get("inplace")
-    return given is not None and given is not False
+@dataclass(frozen=True)
+class _Manner:
+    """How a function writes: always, where its argument `inplace` says so, or not known."""
+
+    in_place: bool
+    inplace_at: int | None
+    known: bool
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=4096)
+def _manner(function: Callable) -> _Manner:
+    name = getattr(function, "__name__", "")
+    module = getattr(function, "__module__", None) or "torch"
+    in_place = name.endswith("_") and not name.endswith("__")
+    return _Manner(
+        in_place=in_place or function in _WRITING_OPERATORS,
+        inplace_at=_inplace_position(function) if module == "torch.nn.functional" else None,
+        known=module.split(".")[0] in _KNOWN_MODULES,
+    )
+
+
 def _inplace_position(function: Callable) -> int | None:
-    """Where a function of torch.nn.functional takes `inplace`."""
-    if _module_of(function) != "torch.nn.functional":
-        return None
     try:
         return list(inspect.signature(function).parameters).index("inplace")
     except ValueError:
         return None
 
 
-def _module_of(function: Callable) -> str | None:
-    return getattr(function, "__module__", None)
+def _given(node: fx.Node, at: int | None) -> bool:
+    """True if a call sets the argument `inplace`, or may set it."""
+    if at is None:
+        return False
+    value = node.args[at] if at < len(node.args) else node.kwargs.get("inplace")
+    return value is not None and value is not False
