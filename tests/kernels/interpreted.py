@@ -5,10 +5,11 @@ The interpreter truncates fp32 -> bf16 where a GPU rounds, so bf16 is allowed on
 
 import pytest
 import torch
+from torch.library import opcheck
 
-from fxfuse.kernels import rms_norm_launch as kernels
+from fxfuse.kernels import ops, rms_norm_launch as kernels  # noqa: F401
 
-WIDTHS = (1, 64, 96, 128, 1000, 1024, 4096)
+WIDTHS = (1, 64, 96, 1000, 4096)
 # Beyond what one tile holds in every dtype, and no multiple of a chunk.
 WIDE = {"forward": 33000, "backward": 8200}
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -309,6 +310,44 @@ def test_more_dimensions():
     y, _, rstd = forward(x, None, None)
     assert y.shape == x.shape and rstd.shape == x.shape[:-1]
     assert_close(y, norm(x, None, 0.0), steps=4)
+
+
+LAYOUTS = {
+    "transposed": lambda: normal(2, 3, 5, 64).transpose(1, 2),
+    "sliced": lambda: normal(2, 3, 80)[..., :64],
+    "expanded": lambda: normal(3, 1, 64).expand(2, 3, 2, 64),
+    "columns first": lambda: normal(2, 64, 3).transpose(1, 2),
+    "one batch": lambda: normal(1, 3, 2, 64).transpose(1, 2),
+    "one dim": lambda: normal(128)[::2],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("contiguous", (False, True))
+def test_outputs_of_the_ops_lie_where_fake_tensors_say(layout, contiguous, launches):
+    x, weight = LAYOUTS[layout](), normal(64, seed=1)
+    attributes = {"eps": EPS, "contiguous": contiguous}
+    check = {"test_utils": ("test_schema", "test_faketensor")}
+    opcheck(torch.ops.fxfuse.rms_norm_fwd.default, (x, weight), attributes, **check)
+    operands = (x, LAYOUTS[layout]() * 2, weight)
+    opcheck(torch.ops.fxfuse.add_rms_norm_fwd.default, operands, attributes, **check)
+    y, h, rstd = torch.ops.fxfuse.add_rms_norm_fwd.default(*operands, **attributes)
+    operands = ([y, h], h, weight, rstd, x)
+    opcheck(torch.ops.fxfuse.rms_norm_bwd.default, operands, {"need_dweight": True}, **check)
+    dh, _ = torch.ops.fxfuse.rms_norm_bwd.default(*operands, need_dweight=True)
+    assert {"forward", "backward", "finalize"} == set(launches)
+    torch.testing.assert_close(h, 3 * x)
+    torch.testing.assert_close(y.double(), norm(h, weight, 0.0), rtol=1e-5, atol=1e-5)
+    expected, _ = exact_gradients([y, h], h, weight, x, 0.0)
+    torch.testing.assert_close(dh.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_dense_rows_in_another_order_are_not_copied(monkeypatch):
+    monkeypatch.setattr(kernels, "_copy", None)
+    x, residual, weight = LAYOUTS["transposed"](), LAYOUTS["transposed"](), normal(64)
+    y, h, rstd = torch.ops.fxfuse.add_rms_norm_fwd.default(x, residual, weight, eps=EPS)
+    gradients = torch.ops.fxfuse.rms_norm_bwd.default([y], h, weight, rstd, x, need_dweight=True)
+    assert x.stride() == y.stride() == h.stride() == gradients[0].stride()
 
 
 @pytest.mark.parametrize(
