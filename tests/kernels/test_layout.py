@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.library import opcheck
 from torch.nn import functional as F
 
@@ -180,10 +181,10 @@ class Heads(torch.nn.Module):
         self.attributes = {"eps": EPS, "forward": side, "backward": side}
 
     def forward(self, x, residual):
-        q, k = (t.view(2, 3, 2, 8).transpose(1, 2) for t in (x * 2, residual))
+        q, k = (t.unflatten(-1, (2, 8)).transpose(1, 2) for t in (x * 2, residual))
         y = rms_norm(q, self.weight, **self.attributes)
         z, h = add_rms_norm(q, k, self.weight, **self.attributes)
-        return [t.transpose(1, 2).view(2, 3, 16) for t in (y, z, h)]
+        return [t.transpose(1, 2).view(x.shape) for t in (y, z, h)]
 
 
 @pytest.mark.parametrize(
@@ -208,3 +209,18 @@ def test_heads_are_viewed_as_rows_again(backend, side, dynamic):
     ours, eager = (torch.autograd.grad(sum(map(torch.sum, r)), inputs) for r in (results, expected))
     for a, b in zip(ours, eager):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("side", ["kernel", "inline"])
+def test_layouts_need_no_guards_on_sizes(side):
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    heads = Heads(side)
+    model = torch.compile(heads, backend=counter, fullgraph=True, dynamic=True)
+    for batch, length in ((2, 3), (3, 2), (4, 32), (32, 7)):
+        inputs = [torch.randn(batch, length, 16, requires_grad=True) for _ in range(2)]
+        results = model(*inputs)
+        for a, b in zip(results, heads(*inputs)):
+            torch.testing.assert_close(a, b)
+        sum(map(torch.sum, results)).backward()
+    assert counter.frame_count == 1
