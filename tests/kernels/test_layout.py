@@ -217,10 +217,12 @@ def test_layouts_need_no_guards_on_sizes(side):
     counter = CompileCounterWithBackend("aot_eager")
     heads = Heads(side)
     model = torch.compile(heads, backend=counter, fullgraph=True, dynamic=True)
+    compilations = set()
     for batch, length in ((2, 3), (3, 2), (4, 32), (32, 7)):
         inputs = [torch.randn(batch, length, 16, requires_grad=True) for _ in range(2)]
         results = model(*inputs)
         for a, b in zip(results, heads(*inputs)):
             torch.testing.assert_close(a, b)
         sum(map(torch.sum, results)).backward()
-    assert counter.frame_count == 1
+        compilations.add(counter.frame_count)
+    assert len(compilations) == 1
