@@ -7,6 +7,7 @@ memory, as a view, and their outputs are viewed in the caller's order again: not
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 
@@ -49,18 +50,17 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y, h and rstd of `run`, laid out as eager does; h is x where there is no residual."""
     if residual is None:
-        y, rstd = _norm(run, x, weight, attributes)
-        return y, x, rstd
+        return _norm(run, x, weight, attributes)
     if _adds_to_contiguous(x, residual):
         return run(x, residual, weight, attributes)
     if _adds_to_same(x, residual):
         order = _memory_order(x)
         results = run(x.permute(order), residual.permute(order), weight, attributes)
         y, h, rstd = _restore(results, order)
-        return _fit(y, x, attributes.contiguous), _fit(h, x), _fit_rows(rstd, x)
-    h = x + residual
-    y, rstd = _norm(run, h, weight, attributes)
-    return y, h, rstd
+        if not _is_settled(h, x, order):
+            y, h, rstd = _fit(y, x), _fit(h, x), _fit_rows(rstd, x)
+        return (contiguous(y) if attributes.contiguous else y), h, rstd
+    return _norm(run, x + residual, weight, attributes)
 
 
 def backward(
@@ -76,24 +76,29 @@ def backward(
     order = _memory_order(h)
     if order is None:
         dh, dweight = run(dys, h, weight, rstd, dres, **attributes)
-        return _fit(dh, h), dweight
-    dys = [dy.permute(order) for dy in dys]
-    dres = None if dres is None else dres.permute(order)
-    rstd = rstd.permute(order[:-1])
-    dh, dweight = run(dys, h.permute(order), weight, rstd, dres, **attributes)
-    return _fit(*_restore([dh], order), h), dweight
+    else:
+        dys = [dy.permute(order) for dy in dys]
+        dres = None if dres is None else dres.permute(order)
+        rstd = rstd.permute(order[:-1])
+        dh, dweight = run(dys, h.permute(order), weight, rstd, dres, **attributes)
+        (dh,) = _restore([dh], order)
+    return (dh if _is_settled(dh, h, order) else _fit(dh, h)), dweight
 
 
-def _norm(run: Forward, h: Tensor, weight: Tensor | None, attributes) -> tuple[Tensor, Tensor]:
+def _norm(
+    run: Forward, h: Tensor, weight: Tensor | None, attributes
+) -> tuple[Tensor, Tensor, Tensor]:
     order = _memory_order(h)
     if order is None:
         y, _, rstd = run(h, None, weight, attributes)
         if y.stride() == h.stride():
-            return y, rstd
+            return y, h, rstd
     else:
         y, _, rstd = run(h.permute(order), None, weight, attributes)
         y, rstd = _restore([y, rstd], order)
-    return _fit(y, h, attributes.contiguous), _fit_rows(rstd, h)
+    if not _is_settled(y, h, order):
+        y, rstd = _fit(y, h), _fit_rows(rstd, h)
+    return (contiguous(y) if attributes.contiguous else y), h, rstd
 
 
 def _memory_order(h: Tensor) -> list[int] | None:
@@ -112,14 +117,15 @@ def _restore(results: Sequence[Tensor], order: Sequence[int]) -> list[Tensor]:
     return [t.permute(back[: t.dim()]) for t in results]
 
 
+def _falls(strides: Sequence[int]) -> bool:
+    return 0 not in strides and all(a > b for a, b in itertools.pairwise(strides))
+
+
 def _adds_to_contiguous(x: Tensor, residual: Tensor) -> bool:
     """Whether the sum is contiguous: the first operand whose strides differ decides."""
     if x.shape != residual.shape:
         return False
-    if x.is_contiguous() and residual.is_contiguous():
-        return True
-    strides = x.stride()
-    return 0 not in strides and all(a > b for a, b in itertools.pairwise(strides))
+    return (x.is_contiguous() and residual.is_contiguous()) or _falls(x.stride())
 
 
 def _adds_to_same(x: Tensor, residual: Tensor) -> bool:
@@ -134,22 +140,35 @@ def _adds_to_same(x: Tensor, residual: Tensor) -> bool:
     )
 
 
-def _fit(t: Tensor, h: Tensor, is_contiguous: bool = False) -> Tensor:
-    """`t`, copied where it is not laid out like `h` (or not contiguous, where it has to be)."""
-    if is_contiguous:
-        return contiguous(t)
+def _is_settled(t: Tensor, h: Tensor, order: Sequence[int] | None) -> bool:
+    """Whether an output `t` in the order of `h` lies right without a search for the layout.
+
+    It does where the strides leave no doubt about the order, and no dim of size 1 could have an
+    odd stride.
+    """
     if t.stride() == h.stride():
-        return t
-    return _with_strides(t, like(_shadow(h), t.dtype).stride())
+        return order is None or _falls([h.stride(dim) for dim in order])
+    return 1 not in h.shape and _falls([h.stride(dim) for dim in order or range(h.dim())])
+
+
+def _fit(t: Tensor, h: Tensor) -> Tensor:
+    """`t`, copied where it is not laid out like `h`."""
+    return _with_strides(t, _strides_like(like, h.shape, h.stride()))
 
 
 def _fit_rows(rstd: Tensor, h: Tensor) -> Tensor:
-    return _with_strides(rstd, like_rows(_shadow(h), rstd.dtype).stride())
+    return _with_strides(rstd, _strides_like(like_rows, h.shape, h.stride()))
 
 
-def _shadow(h: Tensor) -> Tensor:
-    """`h` without its memory: a layout found for it allocates none, and is that of fake tensors."""
-    return torch.empty_strided(h.shape, h.stride(), dtype=h.dtype, device="meta")
+@functools.lru_cache(1024)  # half a millisecond
+def _strides_like(
+    layout: Callable[[Tensor, torch.dtype], Tensor],
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+) -> tuple[int, ...]:
+    # Meta tensors take no memory and are laid out by the code that lays out fake tensors.
+    h = torch.empty_strided(shape, strides, device="meta")
+    return layout(h, h.dtype).stride()
 
 
 def _with_strides(t: Tensor, strides: tuple[int, ...]) -> Tensor:
