@@ -8,15 +8,31 @@ fxfuse inspect hf:llama                            what would fuse, on the comma
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-# In a checkout patterns/ and kernels/ lie beside this folder; in a wheel, inside it.
-if not (Path(__file__).parent / "kernels").is_dir():
-    __path__.append(str(Path(__file__).parents[1]))
+
+def _find_rooms() -> None:
+    """In a checkout patterns/ and kernels/ lie beside this folder; in a wheel, inside it.
+
+    Their parent in `__path__` would do, but who walks the package then finds it in itself.
+    """
+    here = Path(__file__).parent
+    for room in ("patterns", "kernels"):
+        if not (here / room).is_dir():
+            spec = ModuleSpec(f"{__name__}.{room}", None, is_package=True)
+            spec.submodule_search_locations = [str(here.parent / room)]
+            module = importlib.util.module_from_spec(spec)
+            globals()[room] = sys.modules[spec.name] = module
+
+
+_find_rooms()
 
 # A saved program finds its ops after `import fxfuse` alone.
-import fxfuse.kernels.ops  # noqa: F401
+import fxfuse.kernels.ops  # noqa: E402, F401
 
 if TYPE_CHECKING:
     from fxfuse.backends import backend, inductor_options, make_backend, record

@@ -56,7 +56,12 @@ def inspect_target(options: Namespace) -> int:
     if options.json:
         print(report.to_json())
     else:
-        parts = (listing.sites(report), listing.misses(report, options.why), listing.totals(report))
+        parts = (
+            listing.decided_for(options.device or _present(), asked=options.device is not None),
+            listing.sites(report),
+            listing.misses(report, options.why),
+            listing.totals(report),
+        )
         print("\n\n".join(part for part in parts if part))
     wrong = [(n, want, report.counts.get(n, 0)) for n, want in expected.items()]
     wrong = [f"{n} {found} instead of {want}" for n, want, found in wrong if found != want]

@@ -1,4 +1,7 @@
-"""FXFUSE_FUEL=n lets only the first n rewrites of the process through, to bisect a wrong result."""
+"""FXFUSE_FUEL=n lets only the first n rewrites of the process through, to bisect a wrong result.
+
+A graph is rewritten from its outputs to its inputs, so its last site counts first.
+"""
 
 from __future__ import annotations
 

@@ -15,6 +15,11 @@ from fxfuse import places
 from fxfuse.report import Match, Miss, Report
 
 
+def decided_for(target: str, asked: bool) -> str:
+    """One line: the device that the policy was decided for."""
+    return f"for {target}" if asked else f"for {target} (--target chooses another device)"
+
+
 def sites(report: Report) -> str:
     """Each site with its module path and line, below what it shares with others of its kind."""
     blocks = []
@@ -46,7 +51,7 @@ def totals(report: Report) -> str:
     """One line: the count of each pattern and the memory traffic that is saved."""
     counts = ", ".join(f"{n} {pattern}" for pattern, n in report.counts.items())
     saved = sum(m.bytes_saved or 0 for m in report.matches)
-    tail = f"; {_bytes(saved)} less memory traffic than eager" if saved else ""
+    tail = f"; {_bytes(saved)} less memory traffic, forward, than one op at a time" if saved else ""
     return f"total: {counts or 'no site'}{tail}; {_count(len(report.misses), 'near miss', 'es')}"
 
 
@@ -70,12 +75,15 @@ def _heading(m: Match) -> str:
         ("operands", operands or "not known from this graph"),
         ("attributes", ", ".join(f"{k}={v}" for k, v in m.attributes.items() if v != "")),
         ("policy", m.policy),
-        (
-            "saved",
-            _bytes(m.bytes_saved) + " a site, against eager" if m.bytes_saved else "not known",
-        ),
+        ("saved", _saved(m)),
     ]
     return _indent(tabulate([row for row in rows if row[1]], tablefmt="plain"))
+
+
+def _saved(m: Match) -> str:
+    if not m.bytes_saved:
+        return "not known"
+    return f"{_bytes(m.bytes_saved)} a site, forward, against one op at a time"
 
 
 def _reason(m: Miss) -> str:

@@ -15,24 +15,35 @@ from fxfuse.view import View
 
 @dataclass(frozen=True)
 class Refusal:
-    """A pattern fitted at `root` and covered `nodes`, and was refused for `reason`."""
+    """A pattern fitted at `root` and covered `nodes`, and was refused for `reason`.
+
+    by_guard: it would have been fused, were it not for what stands around it.
+    """
 
     fusion: Fusion
     root: fx.Node
     nodes: tuple[fx.Node, ...]
     reason: str
+    by_guard: bool
+
+    @property
+    def rank(self) -> tuple[int, bool]:
+        """Of the refusals of one site the reader wants the largest and closest."""
+        return -self.fusion.size, not self.by_guard
 
 
 @dataclass
 class Refusals:
-    """The refusals of one graph, in the order in which they came: the largest of a site first."""
+    """The refusals of one graph."""
 
     view: View
     fusions: tuple[Fusion, ...]
     _all: list[Refusal] = field(default_factory=list)
 
-    def add(self, fusion: Fusion, root: fx.Node, nodes: Iterable[fx.Node], reason: str) -> None:
-        self._all.append(Refusal(fusion, root, tuple(nodes), reason))
+    def add(
+        self, fusion: Fusion, root: fx.Node, nodes: Iterable[fx.Node], reason: str, by_guard: bool
+    ) -> None:
+        self._all.append(Refusal(fusion, root, tuple(nodes), reason, by_guard))
 
     def misses(self, fused: dict[fx.Node, int]) -> list[Miss]:
         """One miss for each site that got nothing, or less than the largest pattern that fitted.
@@ -40,7 +51,7 @@ class Refusals:
         fused: the nodes that were rewritten, with the size of the pattern that took them.
         """
         found, told = {}, set()
-        for refusal in self._all:
+        for refusal in sorted(self._all, key=lambda refusal: refusal.rank):
             got = max((fused.get(n, -1) for n in refusal.nodes), default=-1)
             if got < refusal.fusion.size and told.isdisjoint(refusal.nodes):
                 anchor = self._anchor(refusal)

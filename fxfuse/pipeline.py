@@ -69,6 +69,9 @@ def _propagate(gm: fx.GraphModule, example_inputs: Sequence[object]) -> None:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
     from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
+    given, taken = len(example_inputs), len(gm.graph.find_nodes(op="placeholder"))
+    if isinstance(example_inputs, torch.Tensor) or given > taken:
+        raise BadExampleInputs(problem=f"it takes a tuple of at most {taken} inputs")
     shapes = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)
     mode = torch._guards.detect_fake_mode(example_inputs) or FakeTensorMode(
         shape_env=shapes, allow_non_fake_inputs=True

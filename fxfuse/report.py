@@ -85,6 +85,9 @@ class Report:
             total.modified |= report.modified
         return total
 
+    def __str__(self) -> str:
+        return self.to_table()
+
     def to_json(self) -> str:
         """A JSON object with `counts`, `matches`, `misses`, `seconds` and `modified`."""
         return json.dumps(
@@ -106,17 +109,29 @@ class Report:
         parts = []
         if self.matches:
             rows = [
-                (m.pattern, m.module, m.where, _shapes(m), _dtypes(m), m.op, m.policy)
+                (
+                    m.pattern,
+                    m.module or m.nodes[-1],
+                    m.where,
+                    _shapes(m),
+                    _dtypes(m),
+                    m.op,
+                    m.policy,
+                )
                 for m in self.matches
             ]
             heads = ("pattern", "module", "where", "shapes", "dtypes", "op", "policy")
             parts.append(tabulate(rows, heads))
         if self.misses:
-            rows = [(m.pattern, m.module, m.where, m.reason) for m in self.misses]
+            rows = [(m.pattern, m.module or m.node, m.where, m.reason) for m in self.misses]
             parts.append(tabulate(rows, ("not fused", "module", "where", "reason")))
         totals = ", ".join(f"{n} {name}" for name, n in self.counts.items()) or "nothing"
         parts.append(f"fused: {totals}; left alone: {len(self.misses)}")
         return "\n\n".join(parts)
+
+
+def _site(m: Match) -> str:
+    return m.module or m.nodes[-1]
 
 
 def _shapes(m: Match) -> str:

@@ -100,7 +100,9 @@ class _Rewrite:
                 continue
             plan = self._best(node)
             if plan is not None and not fuel.spend():
-                self.refusals.add(plan.fusion, node, plan.site.nodes, "FXFUSE_FUEL has run out")
+                self.refusals.add(
+                    plan.fusion, node, plan.site.nodes, "FXFUSE_FUEL has run out", True
+                )
             elif plan is not None:
                 self._plans.append(plan)
                 self._taken.update(dict.fromkeys(plan.site.nodes, plan.fusion.size))
@@ -122,7 +124,7 @@ class _Rewrite:
         if call is None:
             return None
         if isinstance(call, Decline):
-            return self._refuse(fusion, bound, call.reason)
+            return self._refuse(fusion, bound, call.reason, by_guard=False)
         outputs = (bound.root, *(bound.names[name] for name in call.outputs[1:]))
         where = site(self.view, bound.nodes, call.args, outputs)
         if self._overlaps(where):
@@ -146,8 +148,8 @@ class _Rewrite:
         inside = self._needed.difference(where.outputs)
         return any(n in self._taken or n in inside for n in where.nodes)
 
-    def _refuse(self, fusion: Fusion, bound: Bound, reason: str) -> None:
-        self.refusals.add(fusion, bound.root, bound.nodes, reason)
+    def _refuse(self, fusion: Fusion, bound: Bound, reason: str, by_guard: bool = True) -> None:
+        self.refusals.add(fusion, bound.root, bound.nodes, reason, by_guard)
 
 
 class _Editor:

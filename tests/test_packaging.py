@@ -88,3 +88,19 @@ def test_import_touches_no_gpu(tmp_path):
 def test_backend_is_found_by_name(tmp_path):
     code = "import torch; print('fxfuse' in torch._dynamo.list_backends())"
     assert run(code, tmp_path) == "True"
+
+
+def test_walking_the_package_ends():
+    """torch walks the packages that TORCH_LOGS names."""
+    walk = "pkgutil.walk_packages(fxfuse.__path__)"
+    command = [sys.executable, "-c", f"import pkgutil, fxfuse; print(*(m.name for m in {walk}))"]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+        env={**os.environ, "TORCH_LOGS": "+fxfuse"},
+    )
+    names = done.stdout.split()
+    assert "rewrite" in names and len(names) == len(set(names)) < 60

@@ -226,3 +226,20 @@ def test_report_formats():
     data = json.loads(report.to_json())
     assert data["counts"] == report.counts and len(data["matches"]) == 3
     assert fxfuse.Report.merge([report, report]).counts == {"add_rms_norm": 4, "rms_norm": 2}
+
+
+def test_a_joint_graph_names_what_keeps_the_norm():
+    """In a graph with its backward the inner values are used again, by the gradient."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    norm = CastThenWeight(torch.float32)
+
+    def step(a):
+        return torch.autograd.grad(norm(a).square().sum(), (a, norm.weight))
+
+    gm = make_fx(step)(x().requires_grad_())
+    report = fxfuse.apply(gm).meta["fxfuse"]
+    assert report.counts == {}
+    assert all("is also used by" in m.reason for m in report.misses) and report.misses
+    for got, want in zip(gm(x()), step(x().requires_grad_())):
+        torch.testing.assert_close(got, want)
