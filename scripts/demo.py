@@ -112,6 +112,7 @@ class AddNorm(torch.nn.Module):
 def time_sites() -> None:
     rows, width = (16384, 4096) if DEVICE == "cuda" else (2048, 2048)
     print(f"add + norm, forward and backward, {rows} x {width}, median of alternating runs in ms")
+    print("(fxfuse: a graph from fxfuse.apply, run by itself)")
     print(f"{'':10}{'eager':>10}{'Inductor':>10}{'fxfuse':>10}{'fxfuse under Inductor':>24}")
     for dtype in (torch.float32, torch.bfloat16):
         model = AddNorm(width, dtype).to(DEVICE)
