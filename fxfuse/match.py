@@ -12,6 +12,7 @@ has bound.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -118,6 +119,10 @@ class Expr:
     def match(self, operand: object, b: Bound) -> Iterator[None]:
         raise NotImplementedError
 
+    def needs(self) -> set[frozenset[str]]:
+        """Sets of words, one of which has to be there for a match to be possible."""
+        return {frozenset()}
+
     def __add__(self, other: Expr) -> Expr:
         return Word("add", self, other, commutes=True)
 
@@ -145,6 +150,12 @@ class Word(Expr):
             yield from self._operands(parts, term.args, b)
         b.undo(mark)
 
+    def needs(self) -> set[frozenset[str]]:
+        found = {frozenset({self.word})}
+        for part in self.orders[0]:
+            found = {one | other for one in found for other in part.needs()}
+        return _smallest(found)
+
     def _operands(self, parts: tuple, operands: tuple, b: Bound) -> Iterator[None]:
         if not parts:
             yield
@@ -162,6 +173,9 @@ class Either(Expr):
     def match(self, operand: object, b: Bound) -> Iterator[None]:
         for choice in self.choices:
             yield from choice.match(operand, b)
+
+    def needs(self) -> set[frozenset[str]]:
+        return _smallest(set().union(*(c.needs() for c in self.choices)))
 
 
 class Var(Expr):
@@ -201,6 +215,9 @@ class Named(Expr):
     def __init__(self, name: str, inner: Expr) -> None:
         self.name, self.inner, self.words = name, inner, inner.words
 
+    def needs(self) -> set[frozenset[str]]:
+        return self.inner.needs()
+
     def match(self, operand: object, b: Bound) -> Iterator[None]:
         node = operand.nodes[0] if isinstance(operand, Term) else operand
         if not isinstance(node, fx.Node):
@@ -222,6 +239,9 @@ class MaybeCast(Expr):
         self.inner, self.name = inner, name
         self.words = None if inner.words is None else inner.words | {"cast"}
 
+    def needs(self) -> set[frozenset[str]]:
+        return self.inner.needs()
+
     def match(self, operand: object, b: Bound) -> Iterator[None]:
         term = _look_through(operand, b)
         if term is not None and term.word == "cast" and self.name not in b.names:
@@ -242,6 +262,9 @@ class Upcast(Expr):
     def __init__(self, inner: Expr, name: str | None, or_not: bool) -> None:
         self.inner, self.name, self.or_not = inner, name, or_not
 
+    def needs(self) -> set[frozenset[str]]:
+        return self.inner.needs()
+
     def match(self, operand: object, b: Bound) -> Iterator[None]:
         mark = b.mark()
         term = b.view.see(operand)
@@ -256,6 +279,10 @@ class Upcast(Expr):
         b.undo(mark)
         if self.or_not and operand is not first:
             yield from self.inner.match(first, b)
+
+
+def _smallest(sets: set[frozenset[str]]) -> set[frozenset[str]]:
+    return {one for one in sets if not any(other < one for other in sets)}
 
 
 def _look_through(operand: object, b: Bound) -> Term | None:
@@ -345,8 +372,15 @@ class Fusion:
     size: int = 0
     near_miss: NearMiss | None = None
 
+    @functools.cached_property
+    def needs(self) -> set[frozenset[str]]:
+        return self.expression.needs()
+
     def ways(self, view: View, node: fx.Node) -> Iterator[Bound]:
         """Each way in which the pattern fits with `node` as its last node."""
+        words = view.words(node)
+        if not any(need <= words for need in self.needs):
+            return  # the search would fail, but not as fast
         b = Bound(view, node)
         for _ in self.expression.match(node, b):
             yield b

@@ -95,6 +95,8 @@ class _Rewrite:
 
     def _plan(self) -> None:
         """Decide all sites, from the outputs of the graph to its inputs."""
+        for node in self.graph_module.graph.nodes:
+            self.view.words(node)  # in this order no call goes deep
         for node in reversed(self.graph_module.graph.nodes):
             if node in self._taken or node.op in ("placeholder", "output", "get_attr"):
                 continue

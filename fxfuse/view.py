@@ -26,6 +26,7 @@ class View:
     facts: Facts = field(init=False)
     memory: Memory = field(init=False)
     _terms: dict[fx.Node, Term] = field(default_factory=dict)
+    _words: dict[fx.Node, frozenset[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.facts = Facts(self.graph_module)
@@ -42,6 +43,19 @@ class View:
         if isinstance(operand, fx.Node):
             return self.term(operand)
         return operand if isinstance(operand, Term) else None
+
+    def words(self, operand: object) -> frozenset[str]:
+        """The words that an operand is made of, down to what is opaque: all that a match sees."""
+        if isinstance(operand, Term):
+            return frozenset({operand.word}).union(*map(self.words, operand.args))
+        if not isinstance(operand, fx.Node):
+            return frozenset()
+        known = self._words.get(operand)
+        if known is None:
+            term = self.term(operand)
+            known = frozenset() if term.word == "opaque" else self.words(term)
+            self._words[operand] = known
+        return known
 
     def _read(self, node: fx.Node) -> Term:
         if node.kwargs.get("out") is not None:

@@ -71,3 +71,18 @@ def test_in_place_on_a_callers_tensor_is_opaque():
 
 def test_unused_keywords_do_not_change_a_word():
     assert word_of(lambda x, y: torch.mul(x, y, out=y)).word == "opaque"
+
+
+def test_words_reach_down_to_what_is_opaque():
+    gm = fx.symbolic_trace(lambda x, w: w * (x.sin() / torch.sqrt(x.pow(2).mean(-1, True) + 1)))
+    view = View(gm)
+    root = gm.graph.output_node().args[0]
+    assert view.words(root) == {"mul", "rsqrt", "add", "mean", "square"}
+
+
+def test_a_pattern_knows_what_it_needs():
+    from fxfuse.registry import patterns
+
+    spelt_out = {"mul", "rsqrt", "mean", "square"}
+    assert patterns()["rms_norm"].needs == {frozenset({"rms_norm"}), frozenset(spelt_out)}
+    assert frozenset({"add", *spelt_out}) in patterns()["add_rms_norm"].needs
