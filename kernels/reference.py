@@ -104,6 +104,23 @@ def rms_norm_bwd(
     after each add, as autograd does. All else is computed in the dtype of `rstd` [...], at least in
     fp32. Returns dh in h's dtype, and dweight [N] in the weight's, or None where it is not needed.
     """
+    dh, dweight = norm_gradient(
+        dys, h, weight, rstd, dres, weight_offset=weight_offset, need_dweight=need_dweight
+    )
+    return dh.to(h.dtype), dweight
+
+
+def norm_gradient(
+    dys: Sequence[Tensor],
+    h: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    dres: Tensor | None,
+    *,
+    weight_offset: float,
+    need_dweight: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """`rms_norm_bwd` before dh is rounded to h's dtype."""
     wide = torch.promote_types(rstd.dtype, torch.float32)
     dy = sum_gradients(dys).to(wide)
     rstd = rstd.to(wide).unsqueeze(-1)
@@ -115,7 +132,7 @@ def rms_norm_bwd(
     dweight = None
     if need_dweight and weight is not None:
         dweight = sum_rows(dy * x_hat).to(weight.dtype)
-    return dh.to(h.dtype), dweight
+    return dh, dweight
 
 
 def sum_gradients(dys: Sequence[Tensor]) -> Tensor:

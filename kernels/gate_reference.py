@@ -1,0 +1,174 @@
+"""The meaning of the gated ops: plain ATen formulas with every rounding written out.
+
+As in `reference`, each function is what the op of the same name computes, and the "inline" forms of
+the ops trace these lines. silu is computed in fp32 (fp64 for an fp64 gate) whatever the gate is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fxfuse.kernels import reference
+
+
+def silu_gate(
+    x: Tensor,
+    gate: Tensor,
+    *,
+    sigmoid_dtype: torch.dtype | None = None,
+    silu_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """x * silu(gate), which broadcast and promote.
+
+    `sigmoid_dtype` and `silu_dtype` are dtypes that sigmoid(gate) and silu(gate) are rounded to,
+    `out_dtype` that of y; None leaves fp32 and what promotion gives.
+    Source: https://arxiv.org/abs/2002.05202
+    """
+    y = x * silu(gate, sigmoid_dtype, silu_dtype)
+    return y if out_dtype is None else y.to(out_dtype)
+
+
+def silu_gate_bwd(
+    dys: Sequence[Tensor], x: Tensor, gate: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of `silu_gate` for operands of one shape: dx in x's dtype, dgate in the gate's.
+
+    `dys` are summed as in `reference.rms_norm_bwd`.
+    """
+    dy = reference.sum_gradients(dys)
+    wide = _wide(dy, x, gate)
+    dy = dy.to(wide)
+    value, slope = silu_and_slope(gate, wide)
+    return (dy * value).to(x.dtype), (dy * x.to(wide) * slope).to(gate.dtype)
+
+
+def rms_norm_silu_gate(
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor | None,
+    *,
+    norm_dtype: torch.dtype | None = None,
+    sigmoid_dtype: torch.dtype | None = None,
+    silu_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None,
+    **norm,
+) -> tuple[Tensor, Tensor]:
+    """`reference.rms_norm` of x [..., N], rounded to `norm_dtype`, times silu(gate) [..., N].
+
+    Returns y [..., N] and rstd [...].
+    """
+    normed, rstd = reference.rms_norm(x, weight, out_dtype=norm_dtype, **norm)
+    y = silu_gate(
+        normed, gate, sigmoid_dtype=sigmoid_dtype, silu_dtype=silu_dtype, out_dtype=out_dtype
+    )
+    return y, rstd
+
+
+def rms_norm_silu_gate_bwd(
+    dys: Sequence[Tensor],
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    dres: Tensor | None,
+    *,
+    weight_offset: float = 0.0,
+    need_dweight: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """dx [..., N] in x's dtype, plus `dres`; dgate in the gate's; dweight [N], or None."""
+    dy = reference.sum_gradients(dys)
+    wide = _wide(dy, x, gate, rstd)
+    dy = dy.to(wide)
+    value, slope = silu_and_slope(gate, wide)
+    normed = x.to(wide) * rstd.to(wide).unsqueeze(-1)
+    if weight is not None:
+        normed = normed * reference.scale(weight, weight_offset, wide)
+    dx, dweight = reference.rms_norm_bwd(
+        [dy * value], x, weight, rstd, dres, weight_offset=weight_offset, need_dweight=need_dweight
+    )
+    return dx, (dy * normed * slope).to(gate.dtype), dweight
+
+
+def silu_gate_rms_norm(
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor | None,
+    *,
+    group: int = 0,
+    sigmoid_dtype: torch.dtype | None = None,
+    silu_dtype: torch.dtype | None = None,
+    gated_dtype: torch.dtype | None = None,
+    **norm,
+) -> tuple[Tensor, Tensor]:
+    """`reference.rms_norm` of x * silu(gate) [..., N], rounded to `gated_dtype`.
+
+    Each run of `group` columns is a row of its own for the norm; 0 stands for all N. The weight has
+    all N. Returns y [..., N] and rstd [..., N / group].
+    """
+    gated = silu_gate(
+        x, gate, sigmoid_dtype=sigmoid_dtype, silu_dtype=silu_dtype, out_dtype=gated_dtype
+    )
+    y, rstd = reference.rms_norm(grouped(gated, group), grouped(weight, group), **norm)
+    return y.flatten(-2), rstd
+
+
+def silu_gate_rms_norm_bwd(
+    dys: Sequence[Tensor],
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    *,
+    group: int = 0,
+    weight_offset: float = 0.0,
+    need_dweight: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """dx [..., N] in x's dtype, dgate in the gate's; dweight [N] in the weight's, or None."""
+    dy = reference.sum_gradients(dys)
+    wide = _wide(dy, x, gate, rstd)
+    dy = dy.to(wide)
+    value, slope = silu_and_slope(gate, wide)
+    rstd = rstd.to(wide).unsqueeze(-1)
+    x_hat = grouped(x.to(wide) * value, group) * rstd
+    g = dy if weight is None else dy * reference.scale(weight, weight_offset, wide)
+    g = grouped(g, group)
+    dgated = ((g - x_hat * (x_hat * g).mean(-1, keepdim=True)) * rstd).flatten(-2)
+    dweight = None
+    if need_dweight and weight is not None:
+        dweight = reference.sum_rows(dy * x_hat.flatten(-2)).to(weight.dtype)
+    return (dgated * value).to(x.dtype), (dgated * x.to(wide) * slope).to(gate.dtype), dweight
+
+
+def silu(
+    gate: Tensor, sigmoid_dtype: torch.dtype | None, silu_dtype: torch.dtype | None
+) -> Tensor:
+    """silu(gate) in at least fp32, rounded where the dtypes say so."""
+    wide = gate.to(_wide(gate))
+    if sigmoid_dtype is None:
+        value = torch.nn.functional.silu(wide)
+    else:
+        value = wide * torch.sigmoid(wide).to(sigmoid_dtype).to(wide.dtype)
+    return value if silu_dtype is None else value.to(silu_dtype)
+
+
+def silu_and_slope(gate: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """silu(gate) and its derivative, in `dtype`."""
+    gate = gate.to(dtype)
+    share = torch.sigmoid(gate)
+    return gate * share, share * (1 + gate * (1 - share))
+
+
+def grouped(t: Tensor | None, group: int) -> Tensor | None:
+    """`t` [..., N] as [..., N / group, group]; a group of 0 stands for all N."""
+    return None if t is None else t.unflatten(-1, (-1, group or t.shape[-1]))
+
+
+def _wide(*tensors: Tensor) -> torch.dtype:
+    dtype = torch.float32
+    for t in tensors:
+        dtype = torch.promote_types(dtype, t.dtype)
+    return dtype
