@@ -7,6 +7,7 @@ Where it cannot be compiled (no C++ compiler, say) the reference itself runs, af
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from types import FunctionType
@@ -14,7 +15,7 @@ from types import FunctionType
 import torch
 from torch import Tensor
 
-from fxfuse.kernels import reference
+from fxfuse.kernels import gate_reference, reference, sandwich_reference
 
 # Below this many elements the reference is done before a compiled function has checked its guards.
 SMALLEST = 1 << 16
@@ -27,52 +28,58 @@ _functions: dict[tuple, Callable | None] = {}
 _warned = False
 
 
-def rms_norm(h: Tensor, weight: Tensor | None, **attributes) -> tuple[Tensor, Tensor]:
-    """`reference.rms_norm`, compiled where that pays; y and rstd are contiguous."""
-    if not _pays(h):
-        return reference.rms_norm(h, weight, **attributes)
-    y, rstd = _run(reference.rms_norm, (_rows(h, h.shape[-1:]), _detach(weight)), attributes)
-    return y.view(h.shape), rstd.view(h.shape[:-1])
+def compiled(formula: Callable, operands: str, results: str) -> Callable:
+    """`formula`, compiled where that pays; its results are contiguous then.
+
+    operands, results: a letter for each: "r" a tensor of rows [..., N] or None, "l" a list of them,
+    "s" one value for each row [...], "w" a weight [N] or None.
+    """
+
+    def run(*given: object, **attributes: object) -> Tensor | tuple:
+        rows = [t for kind, value in zip(operands, given) for t in _of_rows(kind, value)]
+        if not _pays(rows):
+            return formula(*given, **attributes)
+        packed = tuple(_pack(kind, value) for kind, value in zip(operands, given))
+        found = _run(formula, packed, attributes)
+        shape = rows[0].shape[:-1]
+        if isinstance(found, Tensor):
+            return _unpack(results, found, shape)
+        return tuple(_unpack(kind, t, shape) for kind, t in zip(results, found))
+
+    return functools.wraps(formula)(run)
 
 
-def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor | None, **attributes
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`reference.add_rms_norm`, compiled where that pays; y, h and rstd are contiguous."""
-    if not _pays(x) or x.shape != residual.shape:
-        return reference.add_rms_norm(x, residual, weight, **attributes)
-    columns = x.shape[-1:]
-    operands = (_rows(x, columns), _rows(residual, columns), _detach(weight))
-    y, h, rstd = _run(reference.add_rms_norm, operands, attributes)
-    return y.view(x.shape), h.view(x.shape), rstd.view(x.shape[:-1])
+def _of_rows(kind: str, value: object) -> Sequence[Tensor]:
+    if kind == "l":
+        return value
+    return [value] if kind == "r" and value is not None else []
 
 
-def rms_norm_bwd(
-    dys: Sequence[Tensor],
-    h: Tensor,
-    weight: Tensor | None,
-    rstd: Tensor,
-    dres: Tensor | None,
-    **attributes,
-) -> tuple[Tensor, Tensor | None]:
-    """`reference.rms_norm_bwd`, compiled where that pays; dh is contiguous."""
-    if not _pays(h):
-        return reference.rms_norm_bwd(dys, h, weight, rstd, dres, **attributes)
-    columns = h.shape[-1:]
-    dys = [_rows(dy, columns) for dy in dys]
-    dres = None if dres is None else _rows(dres, columns)
-    operands = (dys, _rows(h, columns), _detach(weight), _rows(rstd, ()), dres)
-    dh, dweight = _run(reference.rms_norm_bwd, operands, attributes)
-    return dh.view(h.shape), dweight
-
-
-def _pays(x: Tensor) -> bool:
+def _pays(rows: Sequence[Tensor]) -> bool:
+    x = rows[0]
     return (
         x.numel() >= SMALLEST
         and x.numel() > x.shape[-1]
+        and all(t.shape[:-1] == x.shape[:-1] for t in rows)
         and not torch.compiler.is_compiling()
         and torch._guards.TracingContext.try_get() is None
     )
+
+
+def _pack(kind: str, value: object) -> object:
+    if value is None:
+        return None
+    if kind == "l":
+        return [_rows(t, t.shape[-1:]) for t in value]
+    if kind == "w":
+        return value.detach()  # or Dynamo would compile anew for a frozen weight
+    return _rows(value, value.shape[-1:] if kind == "r" else ())
+
+
+def _unpack(kind: str, result: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
+    if kind == "w" or result is None:
+        return result
+    return result.view(*shape, result.shape[-1]) if kind == "r" else result.view(shape)
 
 
 def _rows(x: Tensor, columns: tuple[int, ...]) -> Tensor:
@@ -87,13 +94,8 @@ def _rows(x: Tensor, columns: tuple[int, ...]) -> Tensor:
     return rows
 
 
-def _detach(weight: Tensor | None) -> Tensor | None:
-    # Or Dynamo would compile anew for a frozen weight.
-    return None if weight is None else weight.detach()
-
-
 def _run(function: Callable, operands: tuple, attributes: dict) -> tuple:
-    key = (function.__name__, _describe(operands), *attributes.items())
+    key = (function.__name__, _describe(operands), *_frozen(attributes))
     if key not in _functions:
         _functions[key] = _compile(function, len(_functions))
     compiled = _functions[key]
@@ -116,6 +118,10 @@ def _describe(operands: Sequence) -> tuple:
     )
 
 
+def _frozen(attributes: dict) -> tuple:
+    return tuple((k, _frozen(v) if isinstance(v, dict) else v) for k, v in attributes.items())
+
+
 def _compile(function: Callable, number: int) -> Callable:
     # Dynamo counts recompilations by code object: a copy for each key has a count of its own.
     code = function.__code__.replace(co_name=f"{function.__name__}_{number}")
@@ -130,3 +136,18 @@ def _warn_once(error: Exception) -> None:
         _warned = True
         reason = str(error).strip().partition("\n")[0]
         _log.warning("the CPU norms run uncompiled, since Inductor failed: %s", reason)
+
+
+rms_norm = compiled(reference.rms_norm, "rw", "rs")
+add_rms_norm = compiled(reference.add_rms_norm, "rrw", "rrs")
+rms_norm_bwd = compiled(reference.rms_norm_bwd, "lrwsr", "rw")
+silu_gate = compiled(gate_reference.silu_gate, "rr", "r")
+silu_gate_bwd = compiled(gate_reference.silu_gate_bwd, "lrr", "rr")
+rms_norm_silu_gate = compiled(gate_reference.rms_norm_silu_gate, "rrw", "rs")
+rms_norm_silu_gate_bwd = compiled(gate_reference.rms_norm_silu_gate_bwd, "lrrwsr", "rrw")
+silu_gate_rms_norm = compiled(gate_reference.silu_gate_rms_norm, "rrw", "rr")
+silu_gate_rms_norm_bwd = compiled(gate_reference.silu_gate_rms_norm_bwd, "lrrwr", "rrw")
+rms_norm_add_rms_norm = compiled(sandwich_reference.rms_norm_add_rms_norm, "rrww", "rrss")
+rms_norm_add_rms_norm_bwd = compiled(
+    sandwich_reference.rms_norm_add_rms_norm_bwd, "lrrwwssr", "rrww"
+)

@@ -32,9 +32,7 @@ def silu_gate(
     return y if out_dtype is None else y.to(out_dtype)
 
 
-def silu_gate_bwd(
-    dys: Sequence[Tensor], x: Tensor, gate: Tensor
-) -> tuple[Tensor, Tensor]:
+def silu_gate_bwd(dys: Sequence[Tensor], x: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of `silu_gate` for operands of one shape: dx in x's dtype, dgate in the gate's.
 
     `dys` are summed as in `reference.rms_norm_bwd`.
@@ -143,9 +141,7 @@ def silu_gate_rms_norm_bwd(
     return (dgated * value).to(x.dtype), (dgated * x.to(wide) * slope).to(gate.dtype), dweight
 
 
-def silu(
-    gate: Tensor, sigmoid_dtype: torch.dtype | None, silu_dtype: torch.dtype | None
-) -> Tensor:
+def silu(gate: Tensor, sigmoid_dtype: torch.dtype | None, silu_dtype: torch.dtype | None) -> Tensor:
     """silu(gate) in at least fp32, rounded where the dtypes say so."""
     wide = gate.to(_wide(gate))
     if sigmoid_dtype is None:

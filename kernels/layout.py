@@ -58,7 +58,7 @@ def forward(
         results = run(x.permute(order), residual.permute(order), weight, attributes)
         y, h, rstd = _restore(results, order)
         if not _is_settled(h, x, order):
-            y, h, rstd = _fit(y, x), _fit(h, x), _fit_rows(rstd, x)
+            y, h, rstd = fit(y, x), fit(h, x), _fit_rows(rstd, x)
         return (contiguous(y) if attributes.contiguous else y), h, rstd
     return _norm(run, x + residual, weight, attributes)
 
@@ -82,7 +82,7 @@ def backward(
         rstd = rstd.permute(order[:-1])
         dh, dweight = run(dys, h.permute(order), weight, rstd, dres, **attributes)
         (dh,) = _restore([dh], order)
-    return (dh if _is_settled(dh, h, order) else _fit(dh, h)), dweight
+    return (dh if _is_settled(dh, h, order) else fit(dh, h)), dweight
 
 
 def _norm(
@@ -97,7 +97,7 @@ def _norm(
         y, _, rstd = run(h.permute(order), None, weight, attributes)
         y, rstd = _restore([y, rstd], order)
     if not _is_settled(y, h, order):
-        y, rstd = _fit(y, h), _fit_rows(rstd, h)
+        y, rstd = fit(y, h), _fit_rows(rstd, h)
     return (contiguous(y) if attributes.contiguous else y), h, rstd
 
 
@@ -151,7 +151,7 @@ def _is_settled(t: Tensor, h: Tensor, order: Sequence[int] | None) -> bool:
     return 1 not in h.shape and _falls([h.stride(dim) for dim in order or range(h.dim())])
 
 
-def _fit(t: Tensor, h: Tensor) -> Tensor:
+def fit(t: Tensor, h: Tensor) -> Tensor:
     """`t`, copied where it is not laid out like `h`."""
     return _with_strides(t, _strides_like(like, h.shape, h.stride()))
 
@@ -160,13 +160,28 @@ def _fit_rows(rstd: Tensor, h: Tensor) -> Tensor:
     return _with_strides(rstd, _strides_like(like_rows, h.shape, h.stride()))
 
 
+def fit_to(t: Tensor, formula: Callable[..., Tensor], *operands: Tensor) -> Tensor:
+    """`t`, copied where it is not laid out as `formula` of tensors like the operands would be."""
+    if 1 not in t.shape and all(o.is_contiguous() for o in operands):
+        return t
+    described = tuple((tuple(o.shape), o.stride()) for o in operands)
+    return _with_strides(t, _strides_of(formula, described))
+
+
+@functools.lru_cache(1024)
+def _strides_of(
+    formula: Callable[..., Tensor], described: tuple[tuple[tuple, tuple], ...]
+) -> tuple[int, ...]:
+    # Meta tensors take no memory and are laid out by the code that lays out fake tensors.
+    return formula(*(torch.empty_strided(*one, device="meta") for one in described)).stride()
+
+
 @functools.lru_cache(1024)  # half a millisecond
 def _strides_like(
     layout: Callable[[Tensor, torch.dtype], Tensor],
     shape: tuple[int, ...],
     strides: tuple[int, ...],
 ) -> tuple[int, ...]:
-    # Meta tensors take no memory and are laid out by the code that lays out fake tensors.
     h = torch.empty_strided(shape, strides, device="meta")
     return layout(h, h.dtype).stride()
 

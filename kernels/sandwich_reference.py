@@ -16,17 +16,41 @@ def rms_norm_add_rms_norm(
     weight1: Tensor | None,
     weight2: Tensor | None,
     *,
-    first: dict,
-    second: dict,
+    eps1: float | None,
+    weight_offset1: float = 0.0,
+    compute_dtype1: torch.dtype = torch.float32,
+    unit_dtype1: torch.dtype | None = None,
+    norm_dtype1: torch.dtype | None = None,
+    eps2: float | None,
+    weight_offset2: float = 0.0,
+    compute_dtype2: torch.dtype = torch.float32,
+    unit_dtype2: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """h = residual + rms_norm(x; weight1), y = rms_norm(h; weight2); all [..., N].
 
-    `first` and `second` are keyword arguments of `reference.rms_norm` for the two norms.
+    The attributes are those of `reference.rms_norm`, for each of the two norms.
     Returns y, h, and the rstd [...] of x and of h.
     """
-    normed, rstd1 = reference.rms_norm(x, weight1, **first)
+    normed, rstd1 = reference.rms_norm(
+        x,
+        weight1,
+        eps=eps1,
+        weight_offset=weight_offset1,
+        compute_dtype=compute_dtype1,
+        unit_dtype=unit_dtype1,
+        out_dtype=norm_dtype1,
+    )
     h = residual + normed
-    y, rstd2 = reference.rms_norm(h, weight2, **second)
+    y, rstd2 = reference.rms_norm(
+        h,
+        weight2,
+        eps=eps2,
+        weight_offset=weight_offset2,
+        compute_dtype=compute_dtype2,
+        unit_dtype=unit_dtype2,
+        out_dtype=out_dtype,
+    )
     return y, h, rstd1, rstd2
 
 
