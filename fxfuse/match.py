@@ -25,7 +25,7 @@ from fxfuse.view import View
 
 __all__ = [
     "Bound", "Call", "Decline", "Expr", "Fusion", "Term", "View", "known_equal", "maybe_cast",
-    "mean", "named", "rsqrt", "same_shape", "scalar", "square", "upcast", "var", "word",
+    "mean", "named", "reshaped", "rsqrt", "same_shape", "scalar", "square", "upcast", "var", "word",
 ]  # fmt: skip
 
 
@@ -281,6 +281,27 @@ class Upcast(Expr):
             yield from self.inner.match(first, b)
 
 
+class Reshaped(Expr):
+    """The inner expression behind any views, which keep the elements and their order."""
+
+    def __init__(self, inner: Expr) -> None:
+        self.inner = inner
+        self.words = None if inner.words is None else inner.words | {"view"}
+
+    def needs(self) -> set[frozenset[str]]:
+        return self.inner.needs()
+
+    def match(self, operand: object, b: Bound) -> Iterator[None]:
+        yield from self.inner.match(operand, b)
+        mark = b.mark()
+        term = _look_through(operand, b)
+        while term is not None and term.word == "view":
+            b.nodes.extend(term.nodes)
+            yield from self.inner.match(term.args[0], b)
+            term = _look_through(term.args[0], b)
+        b.undo(mark)
+
+
 def _smallest(sets: set[frozenset[str]]) -> set[frozenset[str]]:
     return {one for one in sets if not any(other < one for other in sets)}
 
@@ -330,6 +351,10 @@ def maybe_cast(inner: Expr, name: str) -> Expr:
 
 def upcast(inner: Expr, name: str | None = None, or_not: bool = False) -> Expr:
     return Upcast(inner, name, or_not)
+
+
+def reshaped(inner: Expr) -> Expr:
+    return Reshaped(inner)
 
 
 def word(name: str, *parts: Expr) -> Expr:

@@ -1,7 +1,7 @@
 """How each word of the vocabulary is spelt in PyTorch, in every dialect.
 
 `x / sqrt(v)` is read as `x * rsqrt(v)`, `sum / N` as `mean`, `x * x` and `x ** 2` as `square`, a
-safe in-place form as the functional one.
+safe in-place form as the functional one. Gates and views have files of their own.
 """
 
 from __future__ import annotations
@@ -12,6 +12,14 @@ import torch
 from torch import fx
 
 from fxfuse.facts import known_equal
+from fxfuse.gate_spellings import (
+    LEAF_ACTIVATIONS,
+    activation,
+    is_fresh,
+    silu_of_product,
+    silu_of_quotient,
+)
+from fxfuse.shape_spellings import reshape
 from fxfuse.term import Attr, Term, ViewLike, arguments, is_number, opaque, spelt
 
 aten = torch.ops.aten
@@ -33,7 +41,7 @@ def _safe(view: ViewLike, node: fx.Node, x: object, y: object) -> bool:
     in_place = node.target in _IN_PLACE if node.op == "call_function" else node.target.endswith("_")
     if not in_place:
         return True
-    if not isinstance(x, fx.Node) or len(x.users) > 1 or not view.memory.allocates(x):
+    if not is_fresh(view, x):
         return False
     if is_number(y):
         return True
@@ -68,7 +76,7 @@ def _mul(view: ViewLike, node: fx.Node) -> Term:
             mean = _mean_of_sum(view, node, other, 1 / factor)
             if mean:
                 return mean
-    return Term("mul", (x, y), (node,))
+    return silu_of_product(view, node, x, y) or Term("mul", (x, y), (node,))
 
 
 @spelt(
@@ -88,7 +96,7 @@ def _div(view: ViewLike, node: fx.Node) -> Term:
     mean = _mean_of_sum(view, node, x, y) if is_number(y) else None
     if is_number(x) and x == 1:
         return Term("reciprocal", (y,), (node,))
-    return mean or Term("div", (x, y), (node,))
+    return mean or silu_of_quotient(view, node, x, y) or Term("div", (x, y), (node,))
 
 
 @spelt(torch.reciprocal, ".reciprocal", aten.reciprocal.default)
@@ -177,14 +185,15 @@ def _mean_of_sum(view: ViewLike, node: fx.Node, total: object, divisor: float) -
 @spelt(torch.unsqueeze, ".unsqueeze", aten.unsqueeze.default)
 def _unsqueeze(view: ViewLike, node: fx.Node) -> Term:
     x, dim = arguments(node, "input|self", "dim")
-    return _kept(view, node, x) if dim == -1 else opaque(node)
+    kept = _kept(view, node, x) if dim == -1 else None
+    return kept or reshape(view, node, x)
 
 
-def _kept(view: ViewLike, node: fx.Node, x: object) -> Term:
+def _kept(view: ViewLike, node: fx.Node, x: object) -> Term | None:
     """A reduction without keepdim whose dimension is put back."""
     term = view.see(x)
     if term is None or term.flaw != _DROPPED:
-        return opaque(node)
+        return None
     return Term(term.word, term.args, (node, *term.nodes))
 
 
@@ -249,7 +258,8 @@ def _getitem(view: ViewLike, node: fx.Node) -> Term:
         return opaque(node)
     if source.target is aten._fused_rms_norm.default and index == 0:
         return _whole(view, source, (node, source))
-    return _kept(view, node, source) if index == (..., None) else opaque(node)
+    kept = _kept(view, node, source) if index == (..., None) else None
+    return kept or opaque(node)
 
 
 def _whole(view: ViewLike, call: fx.Node, nodes: tuple[fx.Node, ...]) -> Term:
@@ -285,6 +295,8 @@ def read_leaf(view: ViewLike, node: fx.Node) -> Term:
         return Term("rms_norm", (x, None, None), (node,), flaw)
     if type(module) is torch.nn.Identity and not _altered(module):
         return Term("same", (x,), (node,))
+    if type(module) in LEAF_ACTIVATIONS and not _altered(module):
+        return activation(view, node, LEAF_ACTIVATIONS[type(module)], x)
     return opaque(node)
 
 

@@ -6,7 +6,7 @@ import torch
 
 import fxfuse.kernels.ops  # noqa: F401  (defines the op)
 from fxfuse.match import Bound, Call, Decline, named, same_shape, var
-from fxfuse.patterns.norms import numerics, rms_norm_of, weight_of
+from fxfuse.patterns.norms import Norm, numerics, rms_norm_of
 from fxfuse.registry import pattern
 
 total = named("h", var("x") + var("residual"))
@@ -23,14 +23,15 @@ def build(b: Bound) -> Call | Decline | None:
     dtypes = [b.dtype(name) for name in ("x", "residual", "h")]
     if None not in dtypes and torch.promote_types(*dtypes[:2]) != dtypes[2]:
         return b.decline(f"the add returns {dtypes[2]}, which is not what promotion gives")
-    attributes = numerics(b)
+    norm = Norm(b)
+    attributes = numerics(norm)
     if not isinstance(attributes, dict):
         return attributes
     return b.call(
         torch.ops.fxfuse.add_rms_norm.default,
         b.x,
         b.residual,
-        weight_of(b),
+        norm.weight,
         outputs=("y", "h"),
         **attributes,
     )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
 import torch
 
 from fxfuse.match import (
@@ -12,6 +15,7 @@ from fxfuse.match import (
     maybe_cast,
     mean,
     named,
+    reshaped,
     rsqrt,
     scalar,
     square,
@@ -24,147 +28,195 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 HALVES = FLOATS[:2]
 
 
-def rms_norm_of(h: Expr) -> Expr:
-    """RMSNorm of `h` over the last dimension, with or without a weight, in any spelling."""
-    mean_square = named("mean", mean(named("square", square(upcast(h, "statistic_cast")))))
-    rstd = named("rstd", rsqrt(mean_square + scalar("eps")) | rsqrt(mean_square))
-    weight = upcast(var("weight"), "weight_cast", or_not=True)
-    scale = upcast(named("shifted", scalar("offset") + weight)) | weight
+def rms_norm_of(h: Expr, prefix: str = "", views: bool = False) -> Expr:
+    """RMSNorm of `h` over the last dimension, with or without a weight, in any spelling.
 
-    unit = named("unit", upcast(h, "scaled_cast") * rstd)
-    whole = named("whole", word("rms_norm", upcast(h, "whole_cast"),
-                                upcast(var("inner_weight", optional=True)),
-                                scalar("eps", optional=True)))  # fmt: skip
-    product = named("product", maybe_cast(unit, "unit_cast") * scale)
-    weight_first = named("product", named("weighted", upcast(h, "scaled_cast") * scale) * rstd)
-    return (
-        maybe_cast(product | weight_first | named("product", whole * scale), "out_cast")
-        | maybe_cast(unit | whole, "out_cast")
+    It binds its parts under names that begin with `prefix`, the result as "normed". views: its
+    parts may be viewed in other shapes on the way, for a norm over groups of columns.
+    """
+
+    def part(name: str, inner: Expr) -> Expr:
+        return named(prefix + name, inner)
+
+    def viewed(inner: Expr) -> Expr:
+        return reshaped(inner) if views else inner
+
+    mean_square = part("mean", mean(part("square", square(upcast(h, prefix + "statistic_cast")))))
+    eps = scalar(prefix + "eps")
+    rstd = part("rstd", rsqrt(mean_square + eps) | rsqrt(mean_square))
+    weight = upcast(viewed(var(prefix + "weight")), prefix + "weight_cast", or_not=True)
+    shifted = part("shifted", scalar(prefix + "offset") + weight)
+    scale = part("scale", upcast(shifted) | weight)
+
+    scaled = upcast(h, prefix + "scaled_cast")
+    unit = part("unit", scaled * rstd)
+    whole = part("whole", word("rms_norm", upcast(h, prefix + "whole_cast"),
+                               upcast(var(prefix + "inner_weight", optional=True)),
+                               scalar(prefix + "eps", optional=True)))  # fmt: skip
+    product = part("product", viewed(maybe_cast(viewed(unit), prefix + "unit_cast")) * scale)
+    weight_first = part("product", part("weighted", scaled * scale) * rstd)
+    whole_product = part("product", viewed(whole) * scale)
+    return part(
+        "normed",
+        viewed(maybe_cast(viewed(product | weight_first | whole_product), prefix + "out_cast"))
+        | viewed(maybe_cast(viewed(unit | whole), prefix + "out_cast")),
     )  # fmt: skip
 
 
-def numerics(b: Bound) -> dict | Decline | None:
+@dataclass(frozen=True)
+class Norm:
+    """One RMSNorm of a match: what `rms_norm_of` bound, by the names without their prefix.
+
+    of: the name of what it normalises. columns: how many values its weight has to have, if not one
+    for each column of that. own: what the op calls the dtype of its input, None if it has no name
+    for it; dtypes: the same for other nodes. Both are asked only without metadata.
+    """
+
+    b: Bound
+    prefix: str = ""
+    of: str = "h"
+    columns: object = None
+    own: str | None = "input"
+    dtypes: Mapping[object, str] = field(default_factory=dict)
+
+    def node(self, name: str) -> object:
+        return self.b.get(self.of if name == "h" else self.prefix + name)
+
+    def has(self, name: str) -> bool:
+        return self.node(name) is not None
+
+    def number(self, name: str, default: float | None) -> float | None:
+        return self.b.get(self.prefix + name, default)
+
+    def dtype(self, name: str) -> torch.dtype | None:
+        return self.b.facts.dtype(self.node(name))
+
+    def shape(self, name: str) -> tuple | None:
+        return self.b.facts.shape(self.node(name))
+
+    @property
+    def weight(self) -> object:
+        return self.node("weight" if self.has("product") else "inner_weight")
+
+
+def numerics(norm: Norm) -> dict | Decline | None:
     """The attributes of the op: eps, weight_offset and the dtypes between which the graph rounds.
 
     None where the match should be tried in another way (a cast that has to stay outside, `1 + w`
     that is rounded before it is used).
     """
-    if b.has("whole") and b.has("inner_weight") and b.has("product"):
+    if norm.has("whole") and norm.has("inner_weight") and norm.has("product"):
         return None
-    problem = _weight_problem(b)
+    problem = _weight_problem(norm)
     if problem:
-        return b.decline(problem)
-    known = b.facts.value(b.h) is not None
-    dtypes = _from_metadata(b) if known else _without_metadata(b)
+        return Decline(problem)
+    known = norm.b.facts.value(norm.node("h")) is not None
+    dtypes = _from_metadata(norm) if known else _without_metadata(norm)
     if not isinstance(dtypes, dict):
         return dtypes
-    default = None if b.has("whole") else 0.0
-    eps = b.get("eps", default)
+    eps = norm.number("eps", None if norm.has("whole") else 0.0)
     return {
         "eps": None if eps is None else float(eps),
-        "weight_offset": float(b.get("offset", 0.0)),
-        "contiguous": b.has("whole"),
+        "weight_offset": float(norm.number("offset", 0.0)),
+        "contiguous": norm.has("whole"),
         **dtypes,
     }
 
 
-def weight_of(b: Bound) -> object:
-    return b.get("weight") if b.has("product") else b.get("inner_weight")
-
-
-def _weight_problem(b: Bound) -> str | None:
-    weight = weight_of(b)
+def _weight_problem(norm: Norm) -> str | None:
+    weight = norm.weight
     if weight is None:
         return None
-    shape, width, dtype = b.facts.shape(weight), b.shape("h"), b.facts.dtype(weight)
+    shape, dtype = norm.b.facts.shape(weight), norm.b.facts.dtype(weight)
     if dtype is not None and dtype.is_complex:
-        return f"the weight is {_name(dtype)}"
+        return f"the weight is {name_of(dtype)}"
     if shape is None:
         return "the shape of the weight is not known: pass example_inputs to fxfuse.apply"
-    columns = width[-1] if width else None
+    width = norm.shape("h")
+    columns = norm.columns if norm.columns is not None else width[-1] if width else None
     if len(shape) != 1 or (columns is not None and not known_equal(shape[0], columns)):
         return f"the weight of shape {tuple(shape)} is not one value per column"
     return None
 
 
-def _name(dtype: torch.dtype) -> str:
+def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
 # ---- with metadata: every dtype is a fact -------------------------------------------------------
 
 
-def _from_metadata(b: Bound) -> dict | Decline | None:
-    if b.dtype("h") not in FLOATS:
-        return b.decline(f"its input is {_name(b.dtype('h'))}, not a floating-point tensor")
-    whole_input = b.dtype("whole_cast") or b.dtype("h")
-    compute = b.dtype("rstd") if b.has("rstd") else _opmath(whole_input)
-    problem = _statistic_problem(b, compute)
+def _from_metadata(norm: Norm) -> dict | Decline | None:
+    if norm.dtype("h") not in FLOATS:
+        return Decline(f"its input is {name_of(norm.dtype('h'))}, not a floating-point tensor")
+    whole_input = norm.dtype("whole_cast") or norm.dtype("h")
+    compute = norm.dtype("rstd") if norm.has("rstd") else opmath(whole_input)
+    problem = _statistic_problem(norm, compute)
     if problem:
-        return b.decline(problem)
-    if b.has("shifted") and b.dtype("shifted") != compute:
+        return Decline(problem)
+    if norm.has("shifted") and norm.dtype("shifted") != compute:
         return None
-    unit = b.dtype("unit_cast") or (b.dtype("whole") if b.has("product") else None)
-    if b.has("product") and b.dtype("product") != _promoted(b, unit or compute, compute):
+    unit = norm.dtype("unit_cast") or (norm.dtype("whole") if norm.has("product") else None)
+    if norm.has("product") and norm.dtype("product") != _promoted(norm, unit or compute, compute):
         return None
-    inner = b.dtype("product") or b.dtype("unit") or b.dtype("whole")
-    out = b.facts.dtype(b.root)
-    if b.has("out_cast") and (inner not in (compute, out) or out not in FLOATS):
+    inner = norm.dtype("product") or norm.dtype("unit") or norm.dtype("whole")
+    out = norm.dtype("normed")
+    if norm.has("out_cast") and (inner not in (compute, out) or out not in FLOATS):
         return None
     return {
-        "compute_dtype": _name(compute),
-        "unit_dtype": _name(unit) if unit not in (None, compute) else "",
-        "out_dtype": _name(out),
+        "compute_dtype": name_of(compute),
+        "unit_dtype": name_of(unit) if unit not in (None, compute) else "",
+        "out_dtype": name_of(out),
     }
 
 
-def _promoted(b: Bound, unit: torch.dtype, compute: torch.dtype) -> torch.dtype:
+def _promoted(norm: Norm, unit: torch.dtype, compute: torch.dtype) -> torch.dtype:
     """The dtype in which the op multiplies by the weight."""
-    weight = compute if b.has("shifted") else b.facts.dtype(weight_of(b))
+    weight = compute if norm.has("shifted") else norm.b.facts.dtype(norm.weight)
     return torch.promote_types(unit, weight)
 
 
-def _statistic_problem(b: Bound, compute: torch.dtype) -> str | None:
-    if not b.has("rstd"):
+def _statistic_problem(norm: Norm, compute: torch.dtype) -> str | None:
+    if not norm.has("rstd"):
         return None
     if compute not in FLOATS:
-        return _UNKNOWN
+        return UNKNOWN
     if compute in HALVES:
-        return f"its statistic is rounded to {_name(compute)}, the fused op keeps it in float32"
+        return f"its statistic is rounded to {name_of(compute)}, the fused op keeps it in float32"
     for step in ("square", "mean", "unit", "weighted"):
-        if b.has(step) and b.dtype(step) != compute:
-            return f"its {step} is {_name(b.dtype(step))} where its root is {_name(compute)}"
+        if norm.has(step) and norm.dtype(step) != compute:
+            return f"its {step} is {name_of(norm.dtype(step))} where its root is {name_of(compute)}"
     return None
 
 
-def _opmath(dtype: torch.dtype) -> torch.dtype:
+def opmath(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 # ---- without metadata: what the casts say --------------------------------------------------------
 
-_UNKNOWN = (
+UNKNOWN = (
     "its dtypes decide what it computes and are not known: pass example_inputs to fxfuse.apply"
 )
 
 
-def _without_metadata(b: Bound) -> dict | Decline | None:
-    if b.has("whole"):
-        return _whole_without_metadata(b)
-    compute = _cast_dtype(b, "statistic_cast") or "input"
-    if compute != (_cast_dtype(b, "scaled_cast") or "input"):
-        return b.decline(_UNKNOWN)
-    if compute == "input" and not _plain(b):
-        return b.decline(_UNKNOWN)
-    if b.has("shifted") and not _shifts_in(b, compute):
+def _without_metadata(norm: Norm) -> dict | Decline | None:
+    if norm.has("whole"):
+        return _whole_without_metadata(norm)
+    compute = _cast_dtype(norm, "statistic_cast") or norm.own
+    if compute is None or compute != (_cast_dtype(norm, "scaled_cast") or norm.own):
+        return Decline(UNKNOWN)
+    if compute == "input" and not _plain(norm):
+        return Decline(UNKNOWN)
+    if norm.has("shifted") and not _shifts_in(norm, compute):
         return None
-    unit, out = _cast_dtype(b, "unit_cast"), _cast_dtype(b, "out_cast")
+    unit, out = _cast_dtype(norm, "unit_cast"), _cast_dtype(norm, "out_cast")
     if None in (unit, out):
-        return b.decline(_UNKNOWN)
+        return Decline(UNKNOWN)
     unit = "" if unit == compute else unit
     if unit and out:
         return None
-    if b.has("weight_cast") and not _multiplies_in(b, compute, unit):
+    if norm.has("weight_cast") and not _multiplies_in(norm, compute, unit):
         return None
     return {
         "compute_dtype": compute,
@@ -173,14 +225,16 @@ def _without_metadata(b: Bound) -> dict | Decline | None:
     }
 
 
-def _whole_without_metadata(b: Bound) -> dict | Decline | None:
-    if b.has("out_cast") or (b.has("product") and b.has("weight_cast")):
+def _whole_without_metadata(norm: Norm) -> dict | Decline | None:
+    if norm.has("out_cast") or (norm.has("product") and norm.has("weight_cast")):
         return None
-    if b.has("shifted") and not _shifts_in(b, "float32"):
+    if norm.has("shifted") and not _shifts_in(norm, "float32"):
         return None
-    compute = _cast_dtype(b, "whole_cast")
-    returned = compute or "input"
-    scaled = b.has("product")
+    compute = _cast_dtype(norm, "whole_cast")
+    returned = compute or norm.own
+    if returned is None:
+        return Decline(UNKNOWN)
+    scaled = norm.has("product")
     return {
         "compute_dtype": compute,
         "unit_dtype": returned if scaled else "",
@@ -188,28 +242,29 @@ def _whole_without_metadata(b: Bound) -> dict | Decline | None:
     }
 
 
-def _cast_dtype(b: Bound, name: str) -> str | None:
-    """A bound cast as an attribute: "" if there is none, "input" for h's dtype, None: unknown."""
-    if not b.has(name):
+def _cast_dtype(norm: Norm, name: str) -> str | None:
+    """A bound cast as an attribute: "" if there is none, None if its dtype is not known."""
+    if not norm.has(name):
         return ""
-    dtype = b.view.term(b.get(name)).dtype
+    dtype = norm.b.view.term(norm.node(name)).dtype
     if isinstance(dtype, torch.dtype):
-        return _name(dtype)
-    return "input" if dtype is b.get("h") else None
+        return name_of(dtype)
+    return norm.own if dtype is norm.node("h") else norm.dtypes.get(dtype)
 
 
-def _plain(b: Bound) -> bool:
+def _plain(norm: Norm) -> bool:
     """x * rsqrt(mean(x ** 2) + eps) [* w], which the op repeats step by step in half precision."""
-    rstd = b.view.term(b.get("rstd"))
-    return len(rstd.nodes) == 1 and "rsqrt" in str(rstd.nodes[0].target) and not b.has("weighted")
+    rstd = norm.b.view.term(norm.node("rstd"))
+    one_step = len(rstd.nodes) == 1 and "rsqrt" in str(rstd.nodes[0].target)
+    return one_step and not norm.has("weighted")
 
 
-def _multiplies_in(b: Bound, compute: str, unit: str) -> bool:
+def _multiplies_in(norm: Norm, compute: str, unit: str) -> bool:
     """True if the weight without its cast gives the same product: all is in the compute dtype."""
-    return compute != "input" and not unit and _cast_dtype(b, "weight_cast") == compute
+    return compute != "input" and not unit and _cast_dtype(norm, "weight_cast") == compute
 
 
-def _shifts_in(b: Bound, compute: str) -> bool:
+def _shifts_in(norm: Norm, compute: str) -> bool:
     """True if `1 + w` is computed in the compute dtype."""
-    dtype = _cast_dtype(b, "weight_cast") or _name(b.facts.dtype(weight_of(b)) or torch.float16)
-    return dtype == compute
+    known = norm.b.facts.dtype(norm.weight) or torch.float16
+    return (_cast_dtype(norm, "weight_cast") or name_of(known)) == compute

@@ -7,16 +7,15 @@ import torch
 import fxfuse.kernels.ops  # noqa: F401  (defines the op)
 from fxfuse.match import Bound, Call, Decline, var
 from fxfuse.patterns.near_norms import near_miss
-from fxfuse.patterns.norms import numerics, rms_norm_of, weight_of
+from fxfuse.patterns.norms import Norm, numerics, rms_norm_of
 from fxfuse.registry import pattern
 
 
 @pattern("rms_norm", rms_norm_of(var("h")), size=1, near_miss=near_miss)
 def build(b: Bound) -> Call | Decline | None:
     """RMSNorm over the last dimension."""
-    attributes = numerics(b)
+    norm = Norm(b)
+    attributes = numerics(norm)
     if not isinstance(attributes, dict):
         return attributes
-    return b.call(
-        torch.ops.fxfuse.rms_norm.default, b.h, weight_of(b), outputs=("y",), **attributes
-    )
+    return b.call(torch.ops.fxfuse.rms_norm.default, b.h, norm.weight, outputs=("y",), **attributes)

@@ -14,6 +14,7 @@ LAYERS = [
     ["facts", "origin", "places", "report", "arguments", "policy"],
     ["memory"],
     ["term"],
+    ["gate_spellings", "shape_spellings"],
     ["spellings"],
     ["view"],
     ["match", "site"],
