@@ -1,19 +1,18 @@
-"""What the compiler makes of the RMSNorm kernels for a GPU that need not be present."""
+"""What the compiler makes of the kernels for a GPU that need not be present."""
 
 import re
 import subprocess
 import tempfile
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fxfuse.kernels.rms_norm_launch import DTYPES, plan
-
-# What a launch decides; here as for a plain call.
-_DEFAULTS = {"STRIDE_UNIT": 8, "WEIGHT_OFFSET": 0.0, "UNIT_DTYPE": None}
+from fxfuse.kernels import rms_norm_launch
+from fxfuse.kernels.rows import DTYPES
 
 
 @dataclass(frozen=True)
@@ -48,19 +47,26 @@ def compile_kernel(
     dtype: torch.dtype,
     capability: int,
     *,
+    launches: ModuleType = rms_norm_launch,
+    cut: dict[str, object] | None = None,
     absent: frozenset[str] = frozenset(),
     **constants: object,
 ) -> MachineCode:
-    """Compile "forward", "backward" or "finalize" for rows of N columns, as a launch would.
+    """Compile a kernel that `launches.plan` knows for rows of N columns, as a launch would.
 
     dtype: of all tensors except rstd and the partial sums (fp32); capability: 80, 90, 100, ...;
-    absent: tensors passed as None; constants: others than for contiguous rows and no offset.
+    cut: further arguments of `launches.plan`; absent: tensors passed as None; constants: others
+    than for contiguous rows, no offset and no rounding.
     """
-    row_names = {"forward": ("x", "residual"), "backward": ("dy", "dy2", "dy3", "h", "dres")}
-    present = [name for name in row_names.get(kernel, ()) if name not in absent]
-    cut = plan(kernel, N, dtype, row_tensors=max(1, len(present)))
-    values = {**_DEFAULTS, **cut.constants, **constants, **dict.fromkeys(absent)}
-    values["STRIDE_UNIT"] = constants.get("STRIDE_UNIT", min(8, N & -N))
+    cut = dict(cut or {})
+    names = launches.plan(kernel, N, dtype, **cut).kernel.arg_names
+    present = [name for name in names if f"{name}_stride" in names and name not in absent]
+    if present:
+        cut["row_tensors"] = len(present)
+    cut = launches.plan(kernel, N, dtype, **cut)
+    values = {"STRIDE_UNIT": min(8, N & -N), "WEIGHT_OFFSET": 0.0, **cut.constants}
+    values |= {name: None for name in cut.kernel.arg_names if name.endswith("_DTYPE")}
+    values |= {**constants, **dict.fromkeys(absent)}
     signature, constexprs, attributes = {}, {}, {}
     for index, name in enumerate(cut.kernel.arg_names):
         if name in values:
@@ -81,9 +87,9 @@ def compile_kernel(
 def _type_of(name: str, dtype: torch.dtype) -> str:
     if name in ("M", "P") or name.endswith("_stride"):
         return "i32"
-    if name == "eps":
+    if name.startswith("eps"):
         return "fp32"
-    if name in ("rstd", "partials"):
+    if name.startswith(("rstd", "partials")):
         return "*fp32"
     return f"*{DTYPES[dtype]}"
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from fxfuse.kernels import ops, rms_norm_launch as kernels  # noqa: F401
+from fxfuse.kernels import ops, rms_norm_launch as kernels, rows  # noqa: F401
 
 WIDTHS = (1, 64, 96, 1000, 4096)
 # Beyond what one tile holds in every dtype, and no multiple of a chunk.
@@ -271,7 +271,7 @@ def test_wide_rows_backward():
 def test_many_partial_sums():
     # more rows than one tile of the finalize kernel, and no multiple of it
     partials = normal(300, 100)
-    dweight = kernels._finalize(partials, torch.empty(100))
+    dweight = kernels.finalize(partials, torch.empty(100))
     assert_close(dweight, partials.double().sum(0), steps=4, terms=partials.abs().sum(0).max())
 
 
@@ -283,7 +283,7 @@ def test_many_partial_sums():
 def test_strided_rows(N, pitch):
     x, residual, dres = (normal(5, pitch + 8, seed=i)[:, :N] for i in range(3))
     weight = normal(N, seed=3)
-    assert kernels._Rows.of(x).tensor is x
+    assert rows.Rows.of(x).tensor is x
     for strided, packed in zip(
         forward(x, residual, weight), forward(x.clone(), residual.contiguous(), weight)
     ):
@@ -349,7 +349,7 @@ def test_outputs_of_the_ops_lie_where_fake_tensors_say(layout, contiguous, launc
 
 
 def test_dense_rows_in_another_order_are_not_copied(monkeypatch):
-    monkeypatch.setattr(kernels, "_copy", None)
+    monkeypatch.setattr(rows, "_copy", None)
     x, residual, weight = LAYOUTS["transposed"](), LAYOUTS["transposed"](), normal(64)
     y, h, rstd = torch.ops.fxfuse.add_rms_norm_fwd.default(x, residual, weight, eps=EPS)
     gradients = torch.ops.fxfuse.rms_norm_bwd.default([y], h, weight, rstd, x, need_dweight=True)
@@ -374,7 +374,7 @@ def test_dense_rows_in_another_order_are_not_copied(monkeypatch):
     ),
 )
 def test_row_stride(tensor, stride):
-    assert kernels.row_stride(tensor) == stride
+    assert rows.row_stride(tensor) == stride
 
 
 @pytest.mark.parametrize("shape", ((0, 96), (3, 0), (2, 0, 64)))
@@ -475,7 +475,7 @@ def test_forward_launches_once(launches):
 def test_programs_share_the_rows_evenly(N, M):
     cut = kernels.plan("backward", N, BF16)
     tiles = -(-M // cut.constants["ROWS"])
-    programs = kernels.count_programs(M, cut, 132)
+    programs = rows.count_programs(M, cut, 132)
     assert 1 <= programs <= tiles
     each = -(-tiles // programs)
     assert each <= 256
