@@ -15,14 +15,9 @@ total = named("h", var("x") + var("residual"))
 @pattern("add_rms_norm", rms_norm_of(total), keep=("h",), size=2)
 def build(b: Bound) -> Call | Decline | None:
     """Residual add and RMSNorm over the last dimension; the sum stays available."""
-    x, residual = b.shape("x"), b.shape("residual")
-    if x is not None and residual is not None and not same_shape(x, residual):
-        return b.decline(f"the operands of the add broadcast: {tuple(x)} and {tuple(residual)}")
-    if not (b.facts.is_tensor(b.x) and b.facts.is_tensor(b.residual)):
-        return b.decline("one operand of the add is a number, not a residual stream")
-    dtypes = [b.dtype(name) for name in ("x", "residual", "h")]
-    if None not in dtypes and torch.promote_types(*dtypes[:2]) != dtypes[2]:
-        return b.decline(f"the add returns {dtypes[2]}, which is not what promotion gives")
+    problem = add_problem(b, "x", "residual")
+    if problem:
+        return b.decline(problem)
     norm = Norm(b)
     attributes = numerics(norm)
     if not isinstance(attributes, dict):
@@ -35,3 +30,16 @@ def build(b: Bound) -> Call | Decline | None:
         outputs=("y", "h"),
         **attributes,
     )
+
+
+def add_problem(b: Bound, branch: str, residual: str) -> str | None:
+    """Why h is not the plain sum of the tensors bound to two names, or None."""
+    shapes = b.shape(branch), b.shape(residual)
+    if None not in shapes and not same_shape(*shapes):
+        return f"the operands of the add broadcast: {tuple(shapes[0])} and {tuple(shapes[1])}"
+    if not (b.facts.is_tensor(b.get(branch)) and b.facts.is_tensor(b.get(residual))):
+        return "one operand of the add is a number, not a residual stream"
+    dtypes = [b.dtype(name) for name in (branch, residual, "h")]
+    if None not in dtypes and torch.promote_types(*dtypes[:2]) != dtypes[2]:
+        return f"the add returns {dtypes[2]}, which is not what promotion gives"
+    return None

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from torch import fx
 
-from fxfuse.match import Term, View
+from fxfuse.match import (
+    Bound,
+    Decline,
+    Fusion,
+    Term,
+    View,
+    named,
+    same_shape,
+    upcast,
+    var,
+)
+from fxfuse.patterns.norms import Norm, rms_norm_of, weight_problem
 
 
 def near_miss(view: View, node: fx.Node) -> str | None:
@@ -52,3 +63,30 @@ def _stripped(view: View, operand: object) -> object:
         operand = term.args[0]
         term = view.see(operand)
     return operand
+
+
+def _no_second_norm(b: Bound) -> Decline | None:
+    other = b.view.see(b.other)
+    if weight_problem(Norm(b, of="x")) or (other is not None and other.word == "silu"):
+        return None
+    shapes = b.shape("normed"), b.shape("other")
+    if None not in shapes and not same_shape(*shapes):
+        return None  # a bias
+    return b.decline(
+        "its norm comes before the add, and no norm of the sum follows: it fuses alone"
+    )
+
+
+POST_NORM = Fusion(
+    "post-norm",
+    named("h", upcast(rms_norm_of(var("x"))) + var("other")),
+    _no_second_norm,
+)
+
+
+def post_norm(view: View, node: fx.Node) -> str | None:
+    """Why a norm whose output is added to a residual is not fused with the add, or None."""
+    if view.term(node).word != "add":
+        return None
+    reasons = (POST_NORM.build(b) for b in POST_NORM.ways(view, node))
+    return next((found.reason for found in reasons if found is not None), None)

@@ -107,7 +107,7 @@ def numerics(norm: Norm) -> dict | Decline | None:
     """
     if norm.has("whole") and norm.has("inner_weight") and norm.has("product"):
         return None
-    problem = _weight_problem(norm)
+    problem = weight_problem(norm)
     if problem:
         return Decline(problem)
     known = norm.b.facts.value(norm.node("h")) is not None
@@ -123,7 +123,8 @@ def numerics(norm: Norm) -> dict | Decline | None:
     }
 
 
-def _weight_problem(norm: Norm) -> str | None:
+def weight_problem(norm: Norm) -> str | None:
+    """Why the op cannot multiply by the weight of the norm, or None."""
     weight = norm.weight
     if weight is None:
         return None

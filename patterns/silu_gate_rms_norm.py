@@ -1,0 +1,81 @@
+"""A silu gate and then RMSNorm, over all columns or groups of them: rms_norm(x * silu(gate))."""
+
+from __future__ import annotations
+
+import torch
+
+import fxfuse.kernels.ops  # noqa: F401  (defines the op)
+from fxfuse.match import Bound, Call, Decline, known_equal, named, reshaped, same_shape, upcast, var
+from fxfuse.patterns.gates import gate_problem, gating, silu_gate_of
+from fxfuse.patterns.norms import Norm, numerics, rms_norm_of
+from fxfuse.registry import pattern
+
+x = upcast(var("x"), "x_cast", or_not=True)
+grouped = named("h", reshaped(silu_gate_of(x)))
+
+
+@pattern("silu_gate_rms_norm", rms_norm_of(grouped, views=True), size=3)
+def build(b: Bound) -> Call | Decline | None:
+    """RMSNorm of gated rows, or of equal groups of their columns, in the shape of x."""
+    problem = gate_problem(b, "x")
+    if problem:
+        return b.decline(problem)
+    group = _group(b)
+    if not isinstance(group, int):
+        return group
+    first = gating(b, "x", {b.x: "input", b.gate: "gate"})
+    if not isinstance(first, dict):
+        return first
+    first["gated_dtype"] = first.pop("out_dtype")
+    columns = b.shape("x")[-1] if group else None
+    own = first["gated_dtype"]  # of the two dtypes that "" may promote to, none has a name
+    norm = Norm(b, columns=columns, own=own or None, dtypes={b.x: "input", b.gate: "gate"})
+    second = numerics(norm)
+    if not isinstance(second, dict):
+        return second
+    second["contiguous"] |= group > 0 and not same_shape(b.shape("h")[:-2], b.shape("x")[:-1])
+    return b.call(
+        torch.ops.fxfuse.silu_gate_rms_norm.default,
+        b.x,
+        b.gate,
+        norm.weight,
+        outputs=("normed",),
+        group=group,
+        **first,
+        **second,
+    )
+
+
+def _group(b: Bound) -> int | Decline | None:
+    """The columns that are normalised together, 0 for all of them."""
+    if all(b.view.term(n).word != "view" for n in b.nodes):
+        return 0
+    x, h, normed = b.shape("x"), b.shape("h"), b.shape("normed")
+    if None in (x, h, normed):
+        return b.decline("the shapes of its views are not known: pass example_inputs")
+    if not same_shape(x, normed):
+        return None  # a view that has nothing to do with the groups
+    columns, group = x[-1], h[-1]
+    if not (isinstance(columns, int) and isinstance(group, int)):
+        return b.decline("the width of its groups is symbolic")
+    if group == 0 or columns % group:
+        return b.decline(f"its groups of {group} columns do not divide a row of {columns}")
+    return b.decline(_MISPLACED) if _misplaced(b, columns, group) else group
+
+
+_MISPLACED = "its weight does not have one value for each column of all the groups"
+
+
+def _misplaced(b: Bound, columns: int, group: int) -> bool:
+    """True if the weight is not laid along all columns where it multiplies."""
+    if not b.has("product"):
+        return False
+    scale, product = b.shape("scale"), b.shape("product")
+    while scale and len(scale) > 1 and known_equal(scale[0], 1):
+        scale = scale[1:]
+    spread = (columns,) if len(scale or ()) == 1 else (columns // group, group)
+    return (
+        not scale
+        or not product
+        or not (same_shape(scale, spread) and same_shape(product[-len(spread) :], spread))
+    )
