@@ -25,6 +25,8 @@ from fxfuse.kernels.rows import (
     count_programs,
     launch,
     properties,
+    rounding,
+    scaled_dtype,
     widest,
 )
 
@@ -48,7 +50,7 @@ class _Cut:
 
     widest: columns of the widest block that one tile holds; wider rows are walked in chunks.
     tile_bytes: of each tensor in a tile of several rows.
-    thread_elements: of a tensor that one thread holds.
+    thread_elements: of a tensor that one thread holds, where a tile holds the row.
     """
 
     kernel: str
@@ -102,7 +104,8 @@ def plan(
         buffers = 3 * (row_tensors + 1) if wide else 2 * row_tensors
         tile_bytes = tile_rows * block * dtype.itemsize
         constants["STAGES"] = rows.count_stages(tile_bytes, buffers, shared_memory)
-    warps = rows.count_warps(tile_rows * block, cut.thread_elements)
+    elements = rows.THREAD_ELEMENTS if wide else cut.thread_elements
+    warps = rows.count_warps(tile_rows * block, elements)
     return Plan(
         kernel=getattr(gate_device, f"{cut.kernel}_wide" if wide else cut.kernel),
         constants=constants,
@@ -168,9 +171,9 @@ def silu_gate(
         plan("silu_gate", N, widest(x, gate, y)),
         operands,
         [y],
-        SIGMOID_DTYPE=_rounding(sigmoid_dtype),
-        SILU_DTYPE=_rounding(silu_dtype),
-        PRODUCT_DTYPE=_rounding(_product_dtype(x.dtype, silu_dtype)),
+        SIGMOID_DTYPE=rounding(sigmoid_dtype),
+        SILU_DTYPE=rounding(silu_dtype),
+        PRODUCT_DTYPE=rounding(_product_dtype(x.dtype, silu_dtype)),
     )
     return y
 
@@ -230,7 +233,7 @@ def rms_norm_silu_gate(
     `sigmoid_dtype`, `silu_dtype`: what sigmoid(gate) and silu(gate) are.
     Returns y [..., N] and rstd [...] in fp32.
     """
-    scaled_dtype = _scaled_dtype(unit_dtype, weight, weight_offset)
+    scaled = scaled_dtype(unit_dtype, weight, weight_offset)
     y, rstd = _forward(
         "rms_norm_silu_gate",
         x,
@@ -240,13 +243,13 @@ def rms_norm_silu_gate(
         eps=eps,
         out_dtype=out_dtype,
         WEIGHT_OFFSET=float(weight_offset),
-        SIGMOID_DTYPE=_rounding(sigmoid_dtype),
-        SILU_DTYPE=_rounding(silu_dtype),
-        PRODUCT_DTYPE=_rounding(_product_dtype(norm_dtype or scaled_dtype, silu_dtype)),
+        SIGMOID_DTYPE=rounding(sigmoid_dtype),
+        SILU_DTYPE=rounding(silu_dtype),
+        PRODUCT_DTYPE=rounding(_product_dtype(norm_dtype or scaled, silu_dtype)),
         GATED_DTYPE=None,
-        UNIT_DTYPE=_rounding(unit_dtype),
-        SCALED_DTYPE=_rounding(scaled_dtype),
-        NORM_DTYPE=_rounding(norm_dtype),
+        UNIT_DTYPE=rounding(unit_dtype),
+        SCALED_DTYPE=rounding(scaled),
+        NORM_DTYPE=rounding(norm_dtype),
     )
     return y, rstd.squeeze(-1)
 
@@ -313,12 +316,12 @@ def silu_gate_rms_norm(
         eps=eps,
         out_dtype=out_dtype,
         WEIGHT_OFFSET=float(weight_offset),
-        SIGMOID_DTYPE=_rounding(sigmoid_dtype),
-        SILU_DTYPE=_rounding(silu_dtype),
-        PRODUCT_DTYPE=_rounding(_product_dtype(x.dtype, silu_dtype)),
-        GATED_DTYPE=_rounding(gated_dtype),
-        UNIT_DTYPE=_rounding(unit_dtype),
-        SCALED_DTYPE=_rounding(_scaled_dtype(unit_dtype, weight, weight_offset)),
+        SIGMOID_DTYPE=rounding(sigmoid_dtype),
+        SILU_DTYPE=rounding(silu_dtype),
+        PRODUCT_DTYPE=rounding(_product_dtype(x.dtype, silu_dtype)),
+        GATED_DTYPE=rounding(gated_dtype),
+        UNIT_DTYPE=rounding(unit_dtype),
+        SCALED_DTYPE=rounding(scaled_dtype(unit_dtype, weight, weight_offset)),
         NORM_DTYPE=None,
     )
 
@@ -446,24 +449,6 @@ def _like(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
-# ------------------------------------------------------------ what is rounded
-
-
 def _product_dtype(dtype: torch.dtype | None, silu_dtype: torch.dtype | None) -> torch.dtype:
     """The dtype of a value times silu(gate), before any rounding that is asked for."""
     return torch.promote_types(dtype or torch.float32, silu_dtype or torch.float32)
-
-
-def _scaled_dtype(
-    unit_dtype: torch.dtype | None, weight: Tensor | None, weight_offset: float
-) -> torch.dtype:
-    """The dtype of the normalised value times the weight, before any rounding asked for."""
-    dtype = unit_dtype or torch.float32
-    if weight is None:
-        return dtype
-    return torch.promote_types(dtype, torch.float32 if weight_offset else weight.dtype)
-
-
-def _rounding(dtype: torch.dtype | None):
-    """What a kernel is told to round fp32 to; None where that changes nothing."""
-    return None if dtype in (None, torch.float32) else DTYPES[dtype]

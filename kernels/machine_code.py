@@ -64,9 +64,9 @@ def compile_kernel(
     if present:
         cut["row_tensors"] = len(present)
     cut = launches.plan(kernel, N, dtype, **cut)
-    values = {"STRIDE_UNIT": min(8, N & -N), "WEIGHT_OFFSET": 0.0, **cut.constants}
-    values |= {name: None for name in cut.kernel.arg_names if name.endswith("_DTYPE")}
-    values |= {**constants, **dict.fromkeys(absent)}
+    values = {name: 0.0 for name in names if name.startswith("WEIGHT_OFFSET")}
+    values |= {name: None for name in names if "_DTYPE" in name}
+    values |= {"STRIDE_UNIT": min(8, N & -N), **cut.constants, **constants, **dict.fromkeys(absent)}
     signature, constexprs, attributes = {}, {}, {}
     for index, name in enumerate(cut.kernel.arg_names):
         if name in values:

@@ -33,7 +33,7 @@ _NARROW_COLUMNS = 512
 NARROW_TILE_BYTES = 4096
 MAX_TILE_ROWS = 128
 # Elements of a tensor that one thread holds.
-_THREAD_ELEMENTS = 16
+THREAD_ELEMENTS = 16
 # Backward programs on one multiprocessor, for blocks of at most so many columns.
 _RESIDENT = {1024: 8, 2048: 4, 4096: 2}
 # One program adds up so many rows of dweight: fewer and the partial sums cost more than they
@@ -139,7 +139,7 @@ def tile_of(
     return block, min(MAX_TILE_ROWS, tile_bytes // itemsize // block)
 
 
-def count_warps(elements: int, thread_elements: int = _THREAD_ELEMENTS) -> int:
+def count_warps(elements: int, thread_elements: int = THREAD_ELEMENTS) -> int:
     """Warps for a tile of so many elements."""
     return min(32, max(4, elements // (32 * thread_elements)))
 
@@ -199,6 +199,24 @@ def launch(cut: Plan, programs: int, *arguments: Any, **constants: Any) -> None:
             # the default differs between Triton's versions, and with it the bits
             enable_fp_fusion=True,
         )
+
+
+# ------------------------------------------------------------ what is rounded
+
+
+def scaled_dtype(
+    unit_dtype: torch.dtype | None, weight: Tensor | None, weight_offset: float
+) -> torch.dtype:
+    """The dtype of a normalised value times its weight, before any rounding asked for."""
+    dtype = unit_dtype or torch.float32
+    if weight is None:
+        return dtype
+    return torch.promote_types(dtype, torch.float32 if weight_offset else weight.dtype)
+
+
+def rounding(dtype: torch.dtype | None) -> Any:
+    """What a kernel is told to round fp32 to; None where that changes nothing."""
+    return None if dtype in (None, torch.float32) else DTYPES[dtype]
 
 
 # ------------------------------------------------------------ tensors
