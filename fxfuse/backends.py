@@ -10,11 +10,12 @@ from contextvars import ContextVar
 import torch
 from torch import fx
 
-from fxfuse import options as option_keys, policy as policies, registry
+from fxfuse import options as option_keys, policy as policies, registry, stored
 from fxfuse.errors import BadOption
 from fxfuse.match import Fusion
 from fxfuse.report import Report
 from fxfuse.rewrite import rewrite
+from fxfuse.session import Session
 
 log = logging.getLogger("fxfuse")
 _recording: ContextVar[tuple[list[Report], ...]] = ContextVar("fxfuse_recording", default=())
@@ -36,18 +37,26 @@ def record() -> Iterator[list[Report]]:
         _recording.reset(token)
 
 
-def publish(report: Report) -> None:
-    """Make a report known: recorders, the log, Dynamo's counters, and the structured trace."""
-    for reports in _recording.get():
-        reports.append(report)
-    from torch._dynamo.utils import counters
+def _publisher() -> Callable[[Report], None]:
+    """What publishes the reports of a compilation that begins now.
 
-    for name, count in report.counts.items():
-        counters["fxfuse"][name] += count
-    log.info("fused %s, left %d sites alone", report.counts or "nothing", len(report.misses))
-    for miss in report.misses:
-        log.debug("%s at %s (%s): %s", miss.pattern, miss.node, miss.where, miss.reason)
-    _trace(report)
+    A backward graph may be compiled later, and in a thread where `record` is not known.
+    """
+    recorders = _recording.get()
+
+    def publish(report: Report) -> None:
+        for reports in recorders:
+            reports.append(report)
+        from torch._dynamo.utils import counters
+
+        for name, count in report.counts.items():
+            counters["fxfuse"][name] += count
+        log.info("fused %s, left %d sites alone", report.counts or "nothing", len(report.misses))
+        for miss in report.misses:
+            log.debug("%s at %s (%s): %s", miss.pattern, miss.node, miss.where, miss.reason)
+        _trace(report)
+
+    return publish
 
 
 def _trace(report: Report) -> None:
@@ -112,30 +121,42 @@ def _compile(gm, example_inputs, inner, ours, mode, options) -> Callable:
         what = ", ".join(others) if others else f"mode={mode!r}"
         expected = f"the inner backend {inner!r} takes no options; leave it out"
         raise BadOption(option=what, value=others or mode, expected=expected)
-    report = rewrite(gm, **{**ours, **given}, compiled=inductor)
+    settings = {**ours, **given}
+    told = Session(stored.key_of(gm, sorted(map(str, settings.items()))), _publisher())
+    report = rewrite(gm, **settings, compiled=inductor)
+    after = {k: v for k, v in settings.items() if k != "target"}, lambda key: told
     if inductor:
-        compiled = _inductor(gm, example_inputs, report, {**_mode_options(mode), **others})
+        patches = {**_mode_options(mode), **others}
+        if report.modified:
+            patches[_POST_GRAD] = _after_autograd(patches, *after)
+        inductor_backend = torch._dynamo.lookup_backend("inductor")
+        compiled = inductor_backend(gm, example_inputs, config_patches=patches)
     else:
-        compiler = inner if callable(inner) else torch._dynamo.lookup_backend(inner)
-        compiled = compiler(gm, example_inputs)
-    publish(report)  # not before: a compiler may ask Dynamo to begin again
+        compiled = _other(inner, after if report.modified else None)(gm, example_inputs)
+    told.first(report)
     return compiled
 
 
-def _inductor(gm, example_inputs, report: Report, patches: dict[str, object]) -> Callable:
-    if report.modified:
-        patches[_POST_GRAD] = _keep_roundings(patches)
-    return torch._dynamo.lookup_backend("inductor")(gm, example_inputs, config_patches=patches)
+def _other(inner: Inner, after: tuple | None) -> Callable:
+    """An inner compiler that is not Inductor."""
+    if inner == "aot_eager" and after is not None:
+        from fxfuse.hooks import aot_eager
+
+        return aot_eager(*after)
+    return inner if callable(inner) else torch._dynamo.lookup_backend(inner)
 
 
 def _mode_options(mode: str | None) -> dict[str, object]:
     return torch._inductor.list_mode_options(mode) if mode else {}
 
 
-def _keep_roundings(patches: Mapping[str, object]) -> Callable:
+def _after_autograd(patches: Mapping[str, object], settings: dict, find: Callable) -> Callable:
+    """The hook of both our passes after autograd, behind one that is set already."""
+    from fxfuse.hooks import FuseAfterAutograd
     from fxfuse.roundings import KeepRoundings
 
-    return KeepRoundings(_set_before(patches, _POST_GRAD))
+    before = _set_before(patches, _POST_GRAD)
+    return KeepRoundings(FuseAfterAutograd(settings, find, before))
 
 
 def _set_before(patches: Mapping[str, object], hook: str) -> Callable | None:
@@ -161,6 +182,7 @@ def inductor_options(
     from fxfuse.hooks import FuseBeforeAutograd
 
     policies.check(policy)
-    found = dict(base or {})
-    fuse = FuseBeforeAutograd(policy, publish, _set_before(found, _PRE_GRAD))
-    return {**found, _PRE_GRAD: fuse, _POST_GRAD: _keep_roundings(found)}
+    found, sessions = dict(base or {}), {}
+    fuse = FuseBeforeAutograd(policy, _publisher, sessions, _set_before(found, _PRE_GRAD))
+    after = _after_autograd(found, {"policy": policy}, sessions.get)
+    return {**found, _PRE_GRAD: fuse, _POST_GRAD: after}

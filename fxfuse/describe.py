@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import torch
 from torch import fx
 
 from fxfuse import origin
 from fxfuse.facts import Facts
-from fxfuse.match import Call
+from fxfuse.match import Call, Derived
 from fxfuse.policy import Choice
 from fxfuse.report import Match
 from fxfuse.site import Site
@@ -15,9 +18,9 @@ from fxfuse.site import Site
 def describe(facts: Facts, pattern: str, site: Site, call: Call, choice: Choice) -> Match:
     """module is the root's and where the line of the first node: of the add, if there is one."""
     schema = call.op._schema
-    operands = {p.name: a for p, a in zip(schema.arguments, call.args) if a is not None}
-    shapes = {k: facts.shape(a) for k, a in operands.items()}
-    dtypes = {k: facts.dtype(a) for k, a in operands.items()}
+    operands = dict(_named(schema, call.args))
+    shapes = {k: _shape(facts, a) for k, a in operands.items()}
+    dtypes = {k: _dtype(facts, a) for k, a in operands.items()}
     return Match(
         pattern=pattern,
         op=schema.name,
@@ -30,6 +33,28 @@ def describe(facts: Facts, pattern: str, site: Site, call: Call, choice: Choice)
         policy=_sides(choice),
         bytes_saved=_bytes_saved(facts, site),
     )
+
+
+def _named(schema: torch.FunctionSchema, args: tuple) -> Iterator[tuple[str, object]]:
+    """Operands by name; those of a list are numbered."""
+    for parameter, given in zip(schema.arguments, args):
+        many = isinstance(given, (list, tuple))
+        for i, one in enumerate(given if many else [given]):
+            if one is not None:
+                name = f"{parameter.name}[{i}]" if many else parameter.name
+                yield name, one
+
+
+def _shape(facts: Facts, operand: object) -> tuple | None:
+    if isinstance(operand, Derived):
+        return None if operand.value is None else tuple(operand.value.shape)
+    return facts.shape(operand)
+
+
+def _dtype(facts: Facts, operand: object) -> torch.dtype | None:
+    if isinstance(operand, Derived):
+        return None if operand.value is None else operand.value.dtype
+    return facts.dtype(operand)
 
 
 def _size(size: object) -> object:

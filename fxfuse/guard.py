@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
+import torch
 from torch import fx, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -43,6 +44,30 @@ class Guards:
             or self._observed(site)
             or self._moved_or_written(site)
         )
+
+    def alias_readers(self, site: Site, source: fx.Node) -> frozenset[fx.Node]:
+        """The later readers of `source` that can be given an alias which autograd made.
+
+        Autograd lets nobody write to such an alias, so it must not leave the graph, reach code that
+        we cannot see into, or be made where no gradient is recorded and used where one is.
+        """
+        covered, place, region = set(site.nodes), site.place(), self._region[site.root]
+        return frozenset(
+            u
+            for u in source.users
+            if u not in covered and place < u and self._region[u] == region and self._only_reads(u)
+        )
+
+    def _only_reads(self, node: fx.Node) -> bool:
+        """Whether nobody can write to an operand of `node` through it or its results."""
+        if node.op not in ("call_function", "call_method") or isinstance(
+            node.target, torch._ops.HigherOrderOperator
+        ):
+            return False
+        memory = self.view.memory
+        if memory.writes_of(node):
+            return False
+        return memory.allocates(node) or all(map(self._only_reads, node.users))
 
     def _subclass(self, site: Site) -> str | None:
         for operand in (*site.inputs, *site.parameters, *site.outputs):

@@ -1,34 +1,102 @@
-"""Inductor hooks: the rewrite as a pass before autograd, and lists of passes as one."""
+"""Inductor hooks: the rewrite before autograd and after it, and lists of passes as one."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
+from fxfuse import session, stored
 from fxfuse.report import Report
 from fxfuse.rewrite import rewrite
 from fxfuse.roundings import chained_uuid
+from fxfuse.session import Session
 
 
 class FuseBeforeAutograd(CustomGraphPass):
-    """A `pre_grad_custom_pass`: the graph is still Dynamo's, so the ops own their gradients."""
+    """A `pre_grad_custom_pass`: the graph is still Dynamo's, so the ops own their gradients.
+
+    publisher: makes the function that publishes the reports of one compilation. sessions: by key,
+    shared with the hook after autograd.
+    """
 
     def __init__(
-        self, policy: str, publish: Callable[[Report], None], before: Callable | None = None
+        self,
+        policy: str,
+        publisher: Callable[[], Callable[[Report], None]],
+        sessions: dict[str, Session],
+        before: Callable | None = None,
     ) -> None:
-        self.policy, self.publish, self.before = policy, publish, before
+        self.policy, self.publisher, self.before = policy, publisher, before
+        self.sessions = sessions
 
     def __call__(self, graph: fx.Graph) -> None:
         if self.before is not None:
             self.before(graph)
         gm = graph.owning_module
         if gm is not None:
-            self.publish(rewrite(gm, policy=self.policy, compiled=True))
+            key = stored.key_of(gm, self.policy)
+            report = rewrite(gm, policy=self.policy, compiled=True)
+            session.mark(gm, key)
+            self.sessions[key] = Session(key, self.publisher())
+            self.sessions[key].first(report)
 
     def uuid(self) -> object | None:
         return chained_uuid(f"before autograd, {self.policy}", self.before)
+
+
+class FuseAfterAutograd(CustomGraphPass):
+    """A `post_grad_custom_pre_pass` for backward graphs: what autograd put around our backward ops.
+
+    settings: `patterns` and `policy` of the rewrite. session: the session of a key that was left in
+    the graph, or None where it left none.
+    """
+
+    def __init__(
+        self,
+        settings: dict[str, object],
+        session: Callable[[str | None], Session | None],
+        before: Callable | None = None,
+    ) -> None:
+        self.settings, self.session, self.before = settings, session, before
+
+    def __call__(self, graph: fx.Graph) -> None:
+        if self.before is not None:
+            self.before(graph)
+        gm = graph.owning_module
+        if gm is not None:
+            fuse_after_autograd(gm, self.settings, self.session)
+
+    def uuid(self) -> object | None:
+        return chained_uuid(f"after autograd, {sorted(self.settings.items())}", self.before)
+
+
+def fuse_after_autograd(
+    gm: fx.GraphModule,
+    settings: dict[str, object],
+    find: Callable[[str | None], Session | None],
+) -> None:
+    """Apply the backward patterns and tell the session of the graph."""
+    report = rewrite(gm, **settings, compiled=True, backward_only=True)
+    told = find(session.key_in(gm.graph))
+    if told is not None:
+        told.later(report)
+
+
+def aot_eager(settings: dict[str, object], find: Callable) -> Callable:
+    """PyTorch's backend of this name, with the backward patterns on its backward graphs.
+
+    Private PyTorch interface, tried on torch 2.10 to 2.14.
+    """
+    from torch._dynamo.backends.debugging import aot_eager, boxed_nop
+
+    def backward_compiler(gm: fx.GraphModule, example_inputs: object) -> Callable:
+        fuse_after_autograd(gm, settings, find)
+        return boxed_nop(gm, example_inputs)
+
+    return functools.partial(aot_eager, bw_compiler=backward_compiler)
 
 
 class Sequenced(CustomGraphPass):

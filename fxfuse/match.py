@@ -20,12 +20,12 @@ import torch
 from torch import fx
 
 from fxfuse.facts import Facts, known_equal, same_shape
-from fxfuse.term import Attr, Term
+from fxfuse.term import Attr, Term, ViewLike, spelt
 from fxfuse.view import View
 
 __all__ = [
-    "Bound", "Call", "Decline", "Expr", "Fusion", "Term", "View", "known_equal", "maybe_cast",
-    "mean", "named", "reshaped", "rsqrt", "same_shape", "scalar", "square", "upcast", "var", "word",
+    "Bound", "Call", "Decline", "Derived", "Expr", "Fork", "Fusion", "Term", "View",
+    "call_of", "item", "known_equal", "maybe_cast", "mean", "named", "reshaped", "rsqrt", "same_shape", "scalar", "square", "upcast", "var", "word",
 ]  # fmt: skip
 
 
@@ -37,13 +37,55 @@ class Decline:
 
 
 @dataclass(frozen=True, slots=True)
+class Derived:
+    """An operand that no node holds yet: a cheap op on other operands, such as a view.
+
+    value: the fake tensor that stands for it, where those of the operands are known.
+    """
+
+    op: torch._ops.OpOverload
+    args: tuple
+    value: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """An op that returns one result more: an alias of its operand `of`, for who reads that later.
+
+    pattern: under which it is counted and chosen, beside the pattern that it belongs to.
+    """
+
+    op: torch._ops.OpOverload
+    of: str
+    pattern: str
+
+
+@dataclass(frozen=True, slots=True)
 class Call:
-    """The op call that replaces a site; `outputs` names what its results stand for."""
+    """The op call that replaces a site; see `Bound.call`."""
 
     op: torch._ops.OpOverload
     args: tuple
     kwargs: dict
     outputs: tuple[str, ...]
+    root: int | None = 0
+    like: fx.Node | None = None
+    fork: Fork | None = None
+
+    @property
+    def operands(self) -> tuple[fx.Node | Attr, ...]:
+        """What it reads, also inside of lists and of derived operands."""
+        return tuple(_leaves(self.args))
+
+
+def _leaves(operand: object) -> Iterator[fx.Node | Attr]:
+    if isinstance(operand, (list, tuple)):
+        for one in operand:
+            yield from _leaves(one)
+    elif isinstance(operand, Derived):
+        yield from _leaves(operand.args)
+    elif isinstance(operand, (fx.Node, Attr)):
+        yield operand
 
 
 class Bound:
@@ -79,14 +121,24 @@ class Bound:
         return self.facts.shape(self.names.get(name))
 
     def call(
-        self, op: torch._ops.OpOverload, *args: object, outputs: tuple[str, ...], **kwargs: object
+        self,
+        op: torch._ops.OpOverload,
+        *args: object,
+        outputs: tuple[str, ...],
+        root: int | None = 0,
+        like: fx.Node | None = None,
+        fork: Fork | None = None,
+        **kwargs: object,
     ) -> Call:
         """The op to put there: always an overload, since a Python function would miss every cache.
 
-        outputs: what its results stand for, in order. The first is the last node of the match, the
-        others are names that the pattern keeps.
+        outputs: what its results stand for, in order. The one at `root` is the last node of the
+        match, the others are names that the pattern keeps; a name that is not bound is a result
+        that nobody uses. root None: the last node is itself a call with the same results. like: a
+        node with the metadata of the results, if they are not all in the graph. fork: the op to
+        take where x is read after the match.
         """
-        return Call(op, args, kwargs, outputs)
+        return Call(op, args, kwargs, outputs, root, like, fork)
 
     def decline(self, reason: str) -> Decline:
         return Decline(reason)
@@ -362,6 +414,21 @@ def word(name: str, *parts: Expr) -> Expr:
     return Word(name, *parts)
 
 
+def call_of(word: str, *ops: torch._ops.OpOverload) -> Expr:
+    """A call of one of `ops`, which from now on are called `word` in the vocabulary."""
+
+    @spelt(*ops)
+    def read(view: ViewLike, node: fx.Node) -> Term:
+        return Term(word, (), (node,))
+
+    return Word(word)
+
+
+def item(source: Expr, index: Expr) -> Expr:
+    """One result of a call with several."""
+    return Word("item", source, index)
+
+
 def square(x: Expr) -> Expr:
     return Word("square", x)
 
@@ -388,6 +455,7 @@ class Fusion:
     search goes on without a word. keep: bound names whose nodes may be used outside of the match,
     because the op returns them. size: of two patterns that fit one node the larger is tried first.
     near_miss: for a node that no pattern took, the reason if it looks like this pattern, or None.
+    backward: it is about backward ops; such patterns are tried last, again and again.
     """
 
     name: str
@@ -396,6 +464,7 @@ class Fusion:
     keep: tuple[str, ...] = ()
     size: int = 0
     near_miss: NearMiss | None = None
+    backward: bool = False
 
     @functools.cached_property
     def needs(self) -> set[frozenset[str]]:

@@ -6,7 +6,7 @@ The rules and their reasons are data, tried in order; the first that applies dec
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,13 +19,17 @@ TARGETS = ("cpu", "sm_80", "sm_90", "sm_100")
 
 @dataclass(frozen=True)
 class Place:
-    """Where a site will run. rows and columns are None where they are symbolic or not known."""
+    """Where a site of a pattern will run. rows and columns are None where they are not known.
 
+    half: whether an operand or result is fp16 or bf16.
+    """
+
+    pattern: str
     device: str  # "cpu" or "gpu"
     compiled: bool
     rows: int | None
     columns: int | None
-    half: bool = False
+    half: bool
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,16 @@ RULES = (
         Choice("inline", "inline", "on a CPU Inductor vectorises both sides"),
     ),
     Rule(
+        lambda p: p.pattern == "silu_gate",
+        Choice(
+            "inline", "inline", "it is elementwise, so the compiler fuses it with its neighbours"
+        ),
+    ),
+    Rule(
+        lambda p: p.pattern == "rms_norm_add_rms_norm",
+        Choice("kernel", "kernel", "Inductor makes a pass over the rows for each of the two norms"),
+    ),
+    Rule(
         lambda p: p.columns is not None and p.columns <= 1024 and _backward_folds(p),
         Choice("inline", "inline", "Inductor reads rows this narrow once in both directions"),
     ),
@@ -86,10 +100,16 @@ RULES = (
 )
 
 
-def choose(policy: str, place: Place) -> Choice | None:
-    """The sides of a site, or None if policy leaves all sites alone."""
+# Of a backward pattern: its op is a kernel already.
+JOINED = Choice("kernel", "kernel", "it goes into a kernel that runs anyway")
+
+
+def choose(policy: str, place: Place | None) -> Choice | None:
+    """The sides of a site, or None if policy leaves all sites alone; no place: a backward op's."""
     if policy == "never":
         return None
+    if place is None:
+        return JOINED
     if policy == "always":
         return Choice("kernel", "kernel", "policy is always")
     return next(rule.choice for rule in RULES if rule.applies(place))
@@ -107,16 +127,26 @@ def check_target(target: str | None) -> str | None:
     return target
 
 
-def place(value: torch.Tensor | None, compiled: bool, target: str | None) -> Place:
-    """Where a norm over the last dimension of `value` will run; a target overrides its device."""
+def place(
+    pattern: str,
+    values: Sequence[torch.Tensor | None],
+    compiled: bool,
+    target: str | None,
+) -> Place:
+    """Where a site will run. values: its result, then all else that it reads or returns.
+
+    A target overrides the device of the values.
+    """
+    known = [v for v in values if v is not None]
+    kind = "cpu" if not known or known[0].device.type == "cpu" else "gpu"
     if target is not None:
         kind = "cpu" if target == "cpu" else "gpu"
-    else:
-        kind = "cpu" if value is None or value.device.type == "cpu" else "gpu"
-    if value is None:
-        return Place(kind, compiled, None, None)
+    half = any(v.dtype in (torch.float16, torch.bfloat16) for v in known)
+    if values[0] is None:
+        return Place(pattern, kind, compiled, None, None, half)
+    *sizes, columns = (*values[0].shape,) or (None,)
     rows: int | None = 1
-    for size in value.shape[:-1]:
+    for size in sizes:
         rows = rows * size if isinstance(size, int) and rows is not None else None
-    columns = value.shape[-1] if value.dim() and isinstance(value.shape[-1], int) else None
-    return Place(kind, compiled, rows, columns, value.dtype in (torch.float16, torch.bfloat16))
+    columns = columns if isinstance(columns, int) else None
+    return Place(pattern, kind, compiled, rows, columns, half)

@@ -102,6 +102,20 @@ class Report:
             default=str,
         )
 
+    @classmethod
+    def from_json(cls, text: str) -> Report:
+        """The report that `to_json` wrote, without its graph module. Raises ValueError, KeyError."""
+        found = json.loads(text)
+        matches = [{**m, "nodes": tuple(m["nodes"])} for m in found["matches"]]
+        for m in matches:
+            m["shapes"] = {name: tuple(shape) for name, shape in m["shapes"].items()}
+        return cls(
+            [Match(**m) for m in matches],
+            [Miss(**m) for m in found["misses"]],
+            found["seconds"],
+            found["modified"],
+        )
+
     def to_table(self) -> str:
         """The matches, then the misses with their reasons, as text tables."""
         from tabulate import tabulate

@@ -5,14 +5,15 @@ from __future__ import annotations
 import operator
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import torch
 from torch import fx
 
 from fxfuse import fuel, policy as policies, registry
 from fxfuse.describe import describe
 from fxfuse.guard import Guards
-from fxfuse.match import Bound, Call, Decline, Fusion
+from fxfuse.match import Bound, Call, Decline, Derived, Fusion
 from fxfuse.misses import Refusals
 from fxfuse.report import Match, Miss, Report
 from fxfuse.site import Site, site
@@ -29,12 +30,14 @@ def rewrite(
     policy: str = "auto",
     target: str | None = None,
     compiled: bool = False,
+    backward_only: bool = False,
 ) -> Report:
     """Fuse what matches in `gm` and in every graph module nested in it, in place.
 
     patterns: names or patterns to use, None for all. policy: "auto", "always" or "never".
     target: "cpu", "sm_80", ... where the graph will run, if not where its metadata says.
-    compiled: whether a compiler that fuses plain PyTorch ops follows.
+    compiled: whether a compiler that fuses plain PyTorch ops follows. backward_only: leave out the
+    patterns that are meant for graphs before autograd.
 
     Raises UnknownPattern and BadOption before anything is changed.
     """
@@ -42,26 +45,44 @@ def rewrite(
     fusions = registry.select(patterns)
     policies.check(policy)
     policies.check_target(target)
+    forward = tuple(f for f in fusions if not f.backward and not backward_only)
+    backward = tuple(f for f in fusions if f.backward)
     report = Report()
     report.graph_module = gm
     for module in [m for m in gm.modules() if isinstance(m, fx.GraphModule)]:
-        job = _Rewrite(module, fusions, policy, target, compiled)
+        job = _Rewrite(module, forward, policy, target, compiled, {f.name for f in backward})
         job.run()
         report.matches += job.matches
         report.misses += job.misses
+        if job.has_words_of(backward):
+            _rewrite_backward(report, _Rewrite(module, backward, policy, target, compiled))
     report.modified = bool(report.matches)
     report.seconds = time.perf_counter() - begin
     return report
 
 
+def _rewrite_backward(report: Report, job: _Rewrite) -> None:
+    """Again and again, since one op can take in what stands before it and what stands behind it."""
+    job.run()
+    while job.matches:
+        report.matches += job.matches
+        job = job.again()
+        job.run()
+    report.misses += job.misses
+
+
 @dataclass
 class _Plan:
-    """One site to rewrite, decided before the graph is touched."""
+    """One site to rewrite, decided before the graph is touched.
+
+    readers: nodes that may read the alias that `call` returns beside its result; see `Fork`.
+    """
 
     fusion: Fusion
     site: Site
     call: Call
-    match: Match
+    matches: list[Match]
+    readers: frozenset[fx.Node] = frozenset()
 
 
 @dataclass
@@ -73,6 +94,7 @@ class _Rewrite:
     policy: str
     target: str | None
     compiled: bool
+    forks: set[str] = field(default_factory=set)
     matches: list[Match] = field(default_factory=list)
     misses: list[Miss] = field(default_factory=list)
     _plans: list[_Plan] = field(default_factory=list)
@@ -81,17 +103,27 @@ class _Rewrite:
 
     def run(self) -> None:
         self.view = View(self.graph_module)
+        self._nodes = list(self.graph_module.graph.nodes)
         self.guards = Guards(self.view)
         self.refusals = Refusals(self.view, self.fusions)
         self._plan()
         self.misses = self.refusals.misses(self._taken)
-        self.matches = [plan.match for plan in reversed(self._plans)]
+        self.matches = [match for plan in reversed(self._plans) for match in plan.matches]
         editor = _Editor(self.graph_module)
         for plan in self._plans:
             editor.commit(plan)
         if self._plans:
             self.graph_module.graph.lint()
             self.graph_module.recompile()
+
+    def again(self) -> _Rewrite:
+        """The same for the graph as it is now."""
+        return replace(self, matches=[], misses=[], _plans=[], _taken={}, _needed=set())
+
+    def has_words_of(self, fusions: tuple[Fusion, ...]) -> bool:
+        """Whether one of `fusions` is possible in the graph as it was before the run."""
+        words = {self.view.term(node).word for node in self._nodes}
+        return any(need <= words for fusion in fusions for need in fusion.needs)
 
     def _plan(self) -> None:
         """Decide all sites, from the outputs of the graph to its inputs."""
@@ -127,23 +159,42 @@ class _Rewrite:
             return None
         if isinstance(call, Decline):
             return self._refuse(fusion, bound, call.reason, by_guard=False)
-        outputs = (bound.root, *(bound.names[name] for name in call.outputs[1:]))
-        where = site(self.view, bound.nodes, call.args, outputs)
+        where = site(bound, call)
         if self._overlaps(where):
             return None
         reason = self.guards.refuse(where)
         if reason:
             return self._refuse(fusion, bound, reason)
-        facts = self.view.facts
-        main = outputs[-1] if len(outputs) > 1 else where.inputs[0]
-        place = policies.place(facts.value(main), self.compiled, self.target)
-        choice = policies.choose(self.policy, place)
+        choice = policies.choose(self.policy, self._place(fusion, where))
         if choice is None:
             return self._refuse(fusion, bound, "the policy is to leave every site alone (never)")
         if any(argument.name == "forward" for argument in call.op._schema.arguments):
             call.kwargs.update(forward=choice.forward, backward=choice.backward)
-        match = describe(facts, fusion.name, where, call, choice)
-        return _Plan(fusion, where, call, match)
+        readers = self._later_readers(call, bound, where)
+        if readers:
+            call = replace(call, op=call.fork.op)
+        match = describe(self.view.facts, fusion.name, where, call, choice)
+        matches = [match]
+        if readers:
+            matches.append(replace(match, pattern=call.fork.pattern, bytes_saved=None))
+        return _Plan(fusion, where, call, matches, readers)
+
+    def _place(self, fusion: Fusion, where: Site) -> policies.Place | None:
+        if fusion.backward:
+            return None
+        values = [self.view.facts.value(n) for n in (*where.outputs, *where.inputs)]
+        return policies.place(fusion.name, values, self.compiled, self.target)
+
+    def _later_readers(self, call: Call, bound: Bound, where: Site) -> frozenset[fx.Node]:
+        """Who can be given the alias of a fork; nobody where no gradient will flow."""
+        if call.fork is None or call.fork.pattern not in self.forks:
+            return frozenset()
+        source = bound.get(call.fork.of)
+        if not isinstance(source, fx.Node):
+            return frozenset()
+        example = source.meta.get("example_value")
+        trains = torch.is_grad_enabled() and getattr(example, "requires_grad", True)
+        return self.guards.alias_readers(where, source) if trains else frozenset()
 
     def _overlaps(self, where: Site) -> bool:
         """True if a site that is planned already covers a node of this one, or reads inside it."""
@@ -160,6 +211,7 @@ class _Editor:
     def __init__(self, gm: fx.GraphModule) -> None:
         self.graph = gm.graph
         self._successors: dict[fx.Node, fx.Node] = {}
+        self._replaced: dict[fx.Node, tuple[fx.Node, ...]] = {}
 
     def commit(self, plan: _Plan) -> None:
         where, call = plan.site, plan.call
@@ -168,7 +220,10 @@ class _Editor:
             _hoist(self._now(source), place)
         with self.graph.inserting_before(place):
             node = self.graph.call_function(call.op, tuple(map(self._now, call.args)), call.kwargs)
-            _carry_metadata(node, where)
+            _carry_metadata(node, where, call.like)
+            self._replaced[node] = where.nodes
+            if plan.readers:
+                node = self._fork(node, plan)
             results = self._results(node, where)
         self._replace(where, results)
 
@@ -176,17 +231,39 @@ class _Editor:
         """An operand of the plan as the graph has it now: another op may have taken its place."""
         if isinstance(operand, Attr):
             return self.graph.get_attr(operand.target)
+        if isinstance(operand, (list, tuple)):
+            return type(operand)(map(self._now, operand))
+        if isinstance(operand, Derived):
+            node = self.graph.call_function(operand.op, tuple(map(self._now, operand.args)))
+            if operand.value is not None:
+                node.meta["val"] = operand.value
+            return node
         return self._successors.get(operand, operand) if isinstance(operand, fx.Node) else operand
 
     def _results(self, node: fx.Node, where: Site) -> list[fx.Node]:
-        if len(where.outputs) == 1:
+        if where.results is None:
             return [node]
-        results = []
-        for index, old in enumerate(where.outputs):
-            item = self.graph.call_function(operator.getitem, (node, index))
-            item.meta = dict(old.meta)
-            results.append(item)
-        return results
+        return [self._item(node, index, old) for index, old in zip(where.results, where.outputs)]
+
+    def _item(self, node: fx.Node, index: int, like: fx.Node) -> fx.Node:
+        item = self.graph.call_function(operator.getitem, (node, index))
+        item.meta = dict(like.meta)
+        return item
+
+    def _fork(self, node: fx.Node, plan: _Plan) -> fx.Node:
+        """Give the later readers of x the alias; returns the node of the op's own result."""
+        source = self._now(plan.site.inputs[0])
+        late = [u for u in source.users if node < u and not plan.readers.isdisjoint(self._was(u))]
+        result = self._item(node, 0, node)
+        alias = self._item(node, 1, source)
+        _pair_metadata(node, source)
+        for reader in late:
+            reader.replace_input_with(source, alias)
+        return result
+
+    def _was(self, node: fx.Node) -> tuple[fx.Node, ...]:
+        """The nodes of the plan that a node of the graph stands for."""
+        return self._replaced.get(node, (node,))
 
     def _replace(self, where: Site, results: list[fx.Node]) -> None:
         names = [n.name for n in where.outputs]
@@ -211,11 +288,21 @@ def _hoist(node: fx.Node, place: fx.Node) -> None:
     place.prepend(node)
 
 
-def _carry_metadata(node: fx.Node, where: Site) -> None:
+def _carry_metadata(node: fx.Node, where: Site, like: fx.Node | None) -> None:
     meta = {k: v for k, v in where.root.meta.items() if k not in (*_VALUE_KEYS, "tensor_meta")}
     for key in _VALUE_KEYS:
         values = [n.meta.get(key) for n in where.outputs]
+        if like is not None:
+            values = [like.meta.get(key)]
         if all(v is not None for v in values):
             meta[key] = values[0] if len(values) == 1 else tuple(values)
     meta["custom"] = {**meta.get("custom", {}), "fxfuse": node.target._schema.name}
     node.meta = meta
+
+
+def _pair_metadata(node: fx.Node, source: fx.Node) -> None:
+    """The metadata of an op that returns `source` beside its own result."""
+    for key in _VALUE_KEYS:
+        own, other = node.meta.pop(key, None), source.meta.get(key)
+        if own is not None and other is not None:
+            node.meta[key] = (own, other)

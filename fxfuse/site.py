@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 
+from fxfuse.match import Bound, Call
 from fxfuse.term import Attr
 from fxfuse.view import View
 
@@ -24,13 +24,15 @@ class Site:
 
     nodes: what the op replaces, in graph order; they can be erased. inputs: the nodes that the op
     reads, and parameters what it reads of leaf modules. outputs: the nodes whose values it returns;
-    the root, the last node, is the first of them.
+    the root, the last node, is the first of them. results: which result of the op each output is,
+    or None where the op has one result or is to stand for the root as a whole.
     """
 
     nodes: tuple[fx.Node, ...]
     inputs: tuple[fx.Node, ...]
     parameters: tuple[Attr, ...]
     outputs: tuple[fx.Node, ...]
+    results: tuple[int, ...] | None
 
     @property
     def root(self) -> fx.Node:
@@ -43,17 +45,29 @@ class Site:
         return min([self.root, *users])
 
 
-def site(view: View, matched: Iterable[fx.Node], args: tuple, outputs: tuple) -> Site:
+def site(b: Bound, call: Call) -> Site:
     """The site of a match: casts needed elsewhere stay, helpers of the match go with it."""
-    inputs = tuple(a for a in args if isinstance(a, fx.Node))
-    covered = set(matched)
+    view, operands = b.view, call.operands
+    inputs = tuple(a for a in operands if isinstance(a, fx.Node))
+    outputs, results = _outputs(b, call)
+    covered = set(b.nodes)
     alive = set(inputs) | set(outputs[1:])
     while stay := {n for n in covered if n not in outputs and _can_stay(view, n, alive, covered)}:
         covered -= stay
         alive |= stay
     helpers = {u for n in (*covered, *alive) for u in n.users if _is_helper(u, covered)}
-    parameters = tuple(a for a in args if isinstance(a, Attr))
-    return Site(tuple(sorted(covered | helpers)), inputs, parameters, outputs)
+    parameters = tuple(a for a in operands if isinstance(a, Attr))
+    return Site(tuple(sorted(covered | helpers)), inputs, parameters, outputs, results)
+
+
+def _outputs(b: Bound, call: Call) -> tuple[tuple[fx.Node, ...], tuple[int, ...] | None]:
+    if call.root is None or len(call.op._schema.returns) == 1:
+        return (b.root,), None
+    found = {call.root: b.root}
+    for index, name in enumerate(call.outputs):
+        if index != call.root and b.has(name):
+            found[index] = b.get(name)
+    return tuple(found.values()), tuple(found)
 
 
 def _can_stay(view: View, node: fx.Node, alive: set[fx.Node], covered: set[fx.Node]) -> bool:

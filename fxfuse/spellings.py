@@ -258,6 +258,8 @@ def _getitem(view: ViewLike, node: fx.Node) -> Term:
         return opaque(node)
     if source.target is aten._fused_rms_norm.default and index == 0:
         return _whole(view, source, (node, source))
+    if isinstance(index, int):
+        return Term("item", (source, index), (node,))
     kept = _kept(view, node, source) if index == (..., None) else None
     return kept or opaque(node)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import fxfuse.kernels.ops  # noqa: F401  (defines the op)
-from fxfuse.match import Bound, Call, Decline, var
+from fxfuse.match import Bound, Call, Decline, Fork, var
 from fxfuse.patterns.near_norms import near_miss
 from fxfuse.patterns.norms import Norm, numerics, rms_norm_of
 from fxfuse.registry import pattern
@@ -18,4 +18,8 @@ def build(b: Bound) -> Call | Decline | None:
     attributes = numerics(norm)
     if not isinstance(attributes, dict):
         return attributes
-    return b.call(torch.ops.fxfuse.rms_norm.default, b.h, norm.weight, outputs=("y",), **attributes)
+    ops = torch.ops.fxfuse
+    fork = Fork(ops.rms_norm_fork.default, of="h", pattern="backward_add_rms_norm")
+    return b.call(
+        ops.rms_norm.default, b.h, norm.weight, outputs=("y",), fork=fork, **attributes
+    )
