@@ -152,23 +152,21 @@ def _mode_options(mode: str | None) -> dict[str, object]:
 
 def _after_autograd(patches: Mapping[str, object], settings: dict, find: Callable) -> Callable:
     """The hook of both our passes after autograd, behind one that is set already."""
-    from fxfuse.hooks import FuseAfterAutograd
+    from fxfuse.hooks import FuseAfterAutograd, Sequenced
     from fxfuse.roundings import KeepRoundings
 
     before = _set_before(patches, _POST_GRAD)
-    return KeepRoundings(FuseAfterAutograd(settings, find, before))
+    return Sequenced([*before, FuseAfterAutograd(settings, find), KeepRoundings()])
 
 
-def _set_before(patches: Mapping[str, object], hook: str) -> Callable | None:
-    """The hook that is set already, in the options or in Inductor's configuration."""
+def _set_before(patches: Mapping[str, object], hook: str) -> list[Callable]:
+    """The passes that are set already, in the options or in Inductor's configuration."""
     from torch._inductor import config
 
     found = patches[hook] if hook in patches else getattr(config, hook)
     if isinstance(found, (list, tuple)):
-        from fxfuse.hooks import Sequenced
-
-        return Sequenced(found)
-    return found
+        return list(found)
+    return [] if found is None else [found]
 
 
 def inductor_options(
@@ -179,10 +177,11 @@ def inductor_options(
     base: options to add to; hooks in it are kept and run first. policy: "auto", "always", "never".
     Returns a new dict. Raises BadOption.
     """
-    from fxfuse.hooks import FuseBeforeAutograd
+    from fxfuse.hooks import FuseBeforeAutograd, Sequenced
 
     policies.check(policy)
     found, sessions = dict(base or {}), {}
-    fuse = FuseBeforeAutograd(policy, _publisher, sessions, _set_before(found, _PRE_GRAD))
+    fuse = FuseBeforeAutograd(policy, _publisher, sessions)
+    before = Sequenced([*_set_before(found, _PRE_GRAD), fuse])
     after = _after_autograd(found, {"policy": policy}, sessions.get)
-    return {**found, _PRE_GRAD: fuse, _POST_GRAD: after}
+    return {**found, _PRE_GRAD: before, _POST_GRAD: after}

@@ -52,11 +52,24 @@ class Guards:
         we cannot see into, or be made where no gradient is recorded and used where one is.
         """
         covered, place, region = set(site.nodes), site.place(), self._region[site.root]
+        readers = {u for n in self.twins(source) for u in n.users}
         return frozenset(
             u
-            for u in source.users
-            if u not in covered and place < u and self._region[u] == region and self._only_reads(u)
+            for u in readers - covered
+            if place < u and self._region[u] == region and self._only_reads(u)
         )
+
+    def twins(self, source: fx.Node) -> list[fx.Node]:
+        """`source` and casts of it that do nothing, which a tracer may have put in its place."""
+        found = [source]
+        for node in found:
+            found += [u for u in node.users if self._does_nothing(u, source)]
+        return found
+
+    def _does_nothing(self, node: fx.Node, source: fx.Node) -> bool:
+        dtype = self.view.facts.dtype(node)
+        cast = self.view.term(node).word in ("cast", "same") and node.args[:1] != ()
+        return cast and dtype is not None and dtype == self.view.facts.dtype(source)
 
     def _only_reads(self, node: fx.Node) -> bool:
         """Whether nobody can write to an operand of `node` through it or its results."""

@@ -11,7 +11,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from fxfuse import session, stored
 from fxfuse.report import Report
 from fxfuse.rewrite import rewrite
-from fxfuse.roundings import chained_uuid
+from fxfuse.roundings import source_hash
 from fxfuse.session import Session
 
 
@@ -27,14 +27,10 @@ class FuseBeforeAutograd(CustomGraphPass):
         policy: str,
         publisher: Callable[[], Callable[[Report], None]],
         sessions: dict[str, Session],
-        before: Callable | None = None,
     ) -> None:
-        self.policy, self.publisher, self.before = policy, publisher, before
-        self.sessions = sessions
+        self.policy, self.publisher, self.sessions = policy, publisher, sessions
 
     def __call__(self, graph: fx.Graph) -> None:
-        if self.before is not None:
-            self.before(graph)
         gm = graph.owning_module
         if gm is not None:
             key = stored.key_of(gm, self.policy)
@@ -43,8 +39,8 @@ class FuseBeforeAutograd(CustomGraphPass):
             self.sessions[key] = Session(key, self.publisher())
             self.sessions[key].first(report)
 
-    def uuid(self) -> object | None:
-        return chained_uuid(f"before autograd, {self.policy}", self.before)
+    def uuid(self) -> str:
+        return f"fxfuse before autograd, {self.policy} {source_hash()}"
 
 
 class FuseAfterAutograd(CustomGraphPass):
@@ -58,19 +54,16 @@ class FuseAfterAutograd(CustomGraphPass):
         self,
         settings: dict[str, object],
         session: Callable[[str | None], Session | None],
-        before: Callable | None = None,
     ) -> None:
-        self.settings, self.session, self.before = settings, session, before
+        self.settings, self.session = settings, session
 
     def __call__(self, graph: fx.Graph) -> None:
-        if self.before is not None:
-            self.before(graph)
         gm = graph.owning_module
         if gm is not None:
             fuse_after_autograd(gm, self.settings, self.session)
 
-    def uuid(self) -> object | None:
-        return chained_uuid(f"after autograd, {sorted(self.settings.items())}", self.before)
+    def uuid(self) -> str:
+        return f"fxfuse after autograd, {sorted(map(str, self.settings.items()))} {source_hash()}"
 
 
 def fuse_after_autograd(
@@ -100,7 +93,7 @@ def aot_eager(settings: dict[str, object], find: Callable) -> Callable:
 
 
 class Sequenced(CustomGraphPass):
-    """Several passes as one."""
+    """Several passes as one. If one has no uuid Inductor skips its caches, as for it alone."""
 
     def __init__(self, passes: Sequence[Callable]) -> None:
         self.passes = tuple(passes)

@@ -24,8 +24,9 @@ from fxfuse.term import Attr, Term, ViewLike, spelt
 from fxfuse.view import View
 
 __all__ = [
-    "Bound", "Call", "Decline", "Derived", "Expr", "Fork", "Fusion", "Term", "View",
-    "call_of", "item", "known_equal", "maybe_cast", "mean", "named", "reshaped", "rsqrt", "same_shape", "scalar", "square", "upcast", "var", "word",
+    "Bound", "Call", "Decline", "Derived", "Expr", "Fork", "Fusion", "Term", "View", "call_of",
+    "item", "known_equal", "maybe_cast", "mean", "named", "reshaped", "rsqrt", "same_shape",
+    "scalar", "square", "upcast", "var", "word",
 ]  # fmt: skip
 
 

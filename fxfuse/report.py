@@ -104,7 +104,7 @@ class Report:
 
     @classmethod
     def from_json(cls, text: str) -> Report:
-        """The report that `to_json` wrote, without its graph module. Raises ValueError, KeyError."""
+        """The report that `to_json` wrote, without its graph module; or a ValueError, KeyError."""
         found = json.loads(text)
         matches = [{**m, "nodes": tuple(m["nodes"])} for m in found["matches"]]
         for m in matches:

@@ -75,7 +75,8 @@ def _rewrite_backward(report: Report, job: _Rewrite) -> None:
 class _Plan:
     """One site to rewrite, decided before the graph is touched.
 
-    readers: nodes that may read the alias that `call` returns beside its result; see `Fork`.
+    readers: nodes that may read the alias that `call` returns beside its result, instead of one of
+    the twins; see `Fork`.
     """
 
     fusion: Fusion
@@ -83,6 +84,7 @@ class _Plan:
     call: Call
     matches: list[Match]
     readers: frozenset[fx.Node] = frozenset()
+    twins: tuple[fx.Node, ...] = ()
 
 
 @dataclass
@@ -177,7 +179,8 @@ class _Rewrite:
         matches = [match]
         if readers:
             matches.append(replace(match, pattern=call.fork.pattern, bytes_saved=None))
-        return _Plan(fusion, where, call, matches, readers)
+        twins = self.guards.twins(bound.get(call.fork.of)) if readers else ()
+        return _Plan(fusion, where, call, matches, readers, tuple(twins))
 
     def _place(self, fusion: Fusion, where: Site) -> policies.Place | None:
         if fusion.backward:
@@ -253,12 +256,13 @@ class _Editor:
     def _fork(self, node: fx.Node, plan: _Plan) -> fx.Node:
         """Give the later readers of x the alias; returns the node of the op's own result."""
         source = self._now(plan.site.inputs[0])
-        late = [u for u in source.users if node < u and not plan.readers.isdisjoint(self._was(u))]
         result = self._item(node, 0, node)
         alias = self._item(node, 1, source)
         _pair_metadata(node, source)
-        for reader in late:
-            reader.replace_input_with(source, alias)
+        for twin in map(self._now, plan.twins):
+            for user in list(twin.users):
+                if node < user and not plan.readers.isdisjoint(self._was(user)):
+                    user.replace_input_with(twin, alias)
         return result
 
     def _was(self, node: fx.Node) -> tuple[fx.Node, ...]:

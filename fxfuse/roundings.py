@@ -11,7 +11,6 @@ Tried on torch 2.13; the key and the hook are the same in the sources of 2.10 to
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 
@@ -36,32 +35,15 @@ def source_hash() -> str:
 
 
 class KeepRoundings(CustomGraphPass):
-    """A `post_grad_custom_pre_pass` that marks the half-precision steps of our forward code.
-
-    before: a pass that was set already and runs first; without a uuid of its own Inductor's code
-    cache is skipped, as it would be for that pass alone.
-    """
-
-    def __init__(self, before: Callable | None = None) -> None:
-        self.before = before
+    """A `post_grad_custom_pre_pass` that marks the half-precision steps of our forward code."""
 
     def __call__(self, graph: fx.Graph) -> None:
-        if self.before is not None:
-            self.before(graph)
         for node in graph.nodes:
             if _is_ours(node) and _is_half(node, *node.all_input_nodes):
                 node.meta[_BARRIER] = True
 
-    def uuid(self) -> object | None:
-        return chained_uuid("roundings", self.before)
-
-
-def chained_uuid(name: str, before: Callable | None) -> object | None:
-    own = f"fxfuse {name} {source_hash()}"
-    if before is None:
-        return own
-    theirs = before.uuid() if isinstance(before, CustomGraphPass) else None
-    return (own, theirs) if theirs is not None else None
+    def uuid(self) -> str:
+        return f"fxfuse roundings {source_hash()}"
 
 
 def _is_ours(node: fx.Node) -> bool:

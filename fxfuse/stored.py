@@ -40,7 +40,7 @@ def _describe(value: object) -> str:
 
 
 def save(key: str, reports: Sequence[Report]) -> None:
-    """Keep the reports of the graphs behind a graph; a folder that cannot be written is no error."""
+    """Keep the reports of the graphs behind a graph, where the folder can be written."""
     file = _file(key)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""dh = dres + the norm's own gradient: the residual gradient goes into the norm's backward kernel."""
+"""dh = dres + the norm's gradient: the residual gradient goes into the norm's backward kernel."""
 
 from __future__ import annotations
 

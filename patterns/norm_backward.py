@@ -13,7 +13,7 @@ from fxfuse.match import Call, Derived, call_of
 aten = torch.ops.aten
 _OURS = torch.ops.fxfuse
 
-# For each op with a gradient list `dys` and a residual gradient `dres`: the result that is added to.
+# For each op with a residual gradient `dres`: the result that it is added to.
 ADDS_TO = {
     _OURS.rms_norm_bwd.default: 0,
     _OURS.rms_norm_silu_gate_bwd.default: 0,

@@ -192,7 +192,7 @@ def test_hooks_of_two_sides_have_one_identity():
 
     alone = fxfuse.inductor_options()["post_grad_custom_pre_pass"].uuid()
     both = fxfuse.inductor_options({"post_grad_custom_pre_pass": Mine()})
-    assert both["post_grad_custom_pre_pass"].uuid() == (alone, "mine")
+    assert both["post_grad_custom_pre_pass"].uuid() == ("mine", *alone)
     assert (
         fxfuse.inductor_options({"post_grad_custom_pre_pass": print})[
             "post_grad_custom_pre_pass"

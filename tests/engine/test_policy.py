@@ -9,9 +9,11 @@ from fxfuse import policy
 from fxfuse.errors import BadOption
 
 
-def place(rows, columns, dtype=torch.bfloat16, target="sm_90", compiled=True):
+def place(
+    rows, columns, dtype=torch.bfloat16, target="sm_90", compiled=True, pattern="rms_norm"
+):
     value = torch.empty(rows, columns, dtype=dtype, device="meta")
-    return policy.place(value, compiled, target)
+    return policy.place(pattern, [value], compiled, target)
 
 
 @pytest.mark.parametrize(
@@ -26,6 +28,9 @@ def place(rows, columns, dtype=torch.bfloat16, target="sm_90", compiled=True):
         (place(512, 128), "inline", "kernel"),
         (place(16384, 8192), "kernel", "kernel"),
         (place(16384, 4096, compiled=False), "kernel", "kernel"),
+        (place(16384, 4096, pattern="silu_gate"), "inline", "inline"),
+        (place(16384, 4096, pattern="silu_gate", compiled=False), "kernel", "kernel"),
+        (place(16384, 1024, pattern="rms_norm_add_rms_norm"), "kernel", "kernel"),
     ],
 )
 def test_auto(where, forward, backward):
@@ -35,11 +40,19 @@ def test_auto(where, forward, backward):
 
 
 def test_rows_and_columns():
-    assert place(3, 5) == policy.Place("gpu", True, 3, 5, half=True)
-    on_cpu = policy.place(torch.empty(2, 3, 4), compiled=False, target=None)
-    assert on_cpu == policy.Place("cpu", False, 6, 4)
-    assert policy.place(None, True, None) == policy.Place("cpu", True, None, None)
-    assert policy.place(None, True, "sm_80").device == "gpu"
+    assert place(3, 5) == policy.Place("rms_norm", "gpu", True, 3, 5, half=True)
+    x, half = torch.empty(2, 3, 4), torch.empty(2, 3, 4, dtype=torch.float16)
+    on_cpu = policy.place("rms_norm", [x], compiled=False, target=None)
+    assert on_cpu == policy.Place("rms_norm", "cpu", False, 6, 4, half=False)
+    assert policy.place("rms_norm", [x, None, half], False, None).half
+    unknown = policy.place("rms_norm", [None], True, None)
+    assert unknown == policy.Place("rms_norm", "cpu", True, None, None, half=False)
+    assert policy.place("rms_norm", [None], True, "sm_80").device == "gpu"
+
+
+def test_what_joins_a_backward_kernel():
+    assert policy.choose("auto", None).backward == "kernel"
+    assert policy.choose("never", None) is None
 
 
 def test_always_and_never():
