@@ -63,8 +63,8 @@ class _Cut:
 
 # Chosen so that no registers are spilled, see tests/kernels/test_machine_code.py.
 _CUTS = {
-    "rms_norm_silu_gate": _Cut("forward", False, 16384, 8192, 4096, 16),
-    "silu_gate_rms_norm": _Cut("forward", True, 16384, 8192, 4096, 16),
+    "rms_norm_silu_gate": _Cut("forward", False, 16384, 4096, 4096, 16),
+    "silu_gate_rms_norm": _Cut("forward", True, 16384, 4096, 4096, 16),
     "rms_norm_silu_gate_backward": _Cut("backward", False, 8192, 4096, 2048, 16),
     "silu_gate_rms_norm_backward": _Cut("backward", True, 4096, 4096, 2048, 8),
 }

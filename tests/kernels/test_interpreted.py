@@ -1,4 +1,4 @@
-"""Runs `interpreted.py` where the kernels are loaded for Triton's interpreter.
+"""Runs the files `interpreted*.py` where the kernels are loaded for Triton's interpreter.
 
 The interpreter is chosen when a kernel is defined, for a whole process, so it gets its own.
 """
@@ -22,8 +22,9 @@ def older(package, than: tuple[int, int]) -> bool:
     older(triton, (3, 7)) and not older(numpy, (2, 4)),
     reason="Triton's interpreter before 3.7 makes ints of arrays, which NumPy 2.4 refuses",
 )
-def test_the_kernels_in_the_interpreter():
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", HERE / "interpreted.py"]
+@pytest.mark.parametrize("file", sorted(path.name for path in HERE.glob("interpreted*.py")))
+def test_the_kernels_in_the_interpreter(file):
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", HERE / file]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     ran = subprocess.run(
         command, env=environment, cwd=HERE.parents[1], capture_output=True, text=True
