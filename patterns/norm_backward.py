@@ -13,13 +13,15 @@ from fxfuse.match import Call, Derived, call_of
 aten = torch.ops.aten
 _OURS = torch.ops.fxfuse
 
-# For each op with a residual gradient `dres`: the result that it is added to.
-ADDS_TO = {
-    _OURS.rms_norm_bwd.default: 0,
-    _OURS.rms_norm_silu_gate_bwd.default: 0,
-    _OURS.rms_norm_add_rms_norm_bwd.default: 1,
-}
-SUMS = (*ADDS_TO, _OURS.silu_gate_bwd.default, _OURS.silu_gate_rms_norm_bwd.default)
+# Their first result may take a residual gradient along. That of the sandwich is not among them: what
+# is added to its dh belongs to the residual alone, and would go on into dx.
+ADDS = (_OURS.rms_norm_bwd.default, _OURS.rms_norm_silu_gate_bwd.default)
+SUMS = (
+    *ADDS,
+    _OURS.rms_norm_add_rms_norm_bwd.default,
+    _OURS.silu_gate_bwd.default,
+    _OURS.silu_gate_rms_norm_bwd.default,
+)
 ATEN = aten._fused_rms_norm_backward.default
 MOST_GRADIENTS = 3
 
