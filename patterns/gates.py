@@ -74,6 +74,8 @@ def _without_metadata(b: Bound, x: str, dtypes: Mapping[object, str]) -> dict | 
         return name_of(dtype) if isinstance(dtype, torch.dtype) else dtypes.get(dtype)
 
     computed, rounded, out, wide_x = map(cast, ("gate_cast", "silu_cast", "gated_cast", "x_cast"))
+    if computed == "float64":
+        return None  # a gate without the cast may have its silu in float32
     if None in (rounded, out) or rounded not in ("", "gate", "input", "float16", "bfloat16"):
         return Decline(UNKNOWN)
     if rounded not in ("", "gate") and not computed:

@@ -55,12 +55,17 @@ def _group(b: Bound) -> int | Decline | None:
         return b.decline("the shapes of its views are not known: pass example_inputs")
     if not same_shape(x, normed):
         return None  # a view that has nothing to do with the groups
-    columns, group = x[-1], h[-1]
-    if not (isinstance(columns, int) and isinstance(group, int)):
-        return b.decline("the width of its groups is symbolic")
+    columns, group = _known(x[-1]), _known(h[-1])
+    if columns is None or group is None:
+        return b.decline("the width of its rows or groups is symbolic: make only the rows dynamic")
     if group == 0 or columns % group:
         return b.decline(f"its groups of {group} columns do not divide a row of {columns}")
     return b.decline(_MISPLACED) if _misplaced(b, columns, group) else group
+
+
+def _known(size: int | torch.SymInt) -> int | None:
+    """A size that is a number by now, if only because the model has compared it with one."""
+    return size.node.maybe_as_int() if isinstance(size, torch.SymInt) else size
 
 
 _MISPLACED = "its weight does not have one value for each column of all the groups"

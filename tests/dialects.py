@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 import torch
 from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
+
+import fxfuse
 
 
 def symbolic(model: nn.Module, args: tuple) -> fx.GraphModule:
@@ -49,3 +52,12 @@ def dynamo(model: Callable, args: tuple) -> fx.GraphModule:
     torch._dynamo.reset()
     torch.compile(model, backend=keep, fullgraph=True)(*args)
     return graphs[0]
+
+
+def compiled(model: nn.Module, args: tuple, dynamic: bool | None = None) -> tuple:
+    """What the model returns compiled by fxfuse, and the sites of each pattern in its graphs."""
+    torch._dynamo.reset()
+    with fxfuse.record() as reports:
+        backend = fxfuse.make_backend("eager")
+        found = torch.compile(model, backend=backend, fullgraph=True, dynamic=dynamic)(*args)
+    return found, sum((Counter(r.counts) for r in reports), Counter())

@@ -195,3 +195,145 @@ class AddThenNorm(nn.Module):
     def forward(self, x, residual):
         h = x + residual
         return self.norm(h), h
+
+
+# ---- gates --------------------------------------------------------------------------------------
+
+
+class Silu(nn.Module):
+    """silu of a gate; subclasses write it.
+
+    needs_dtypes, fp32_only: as of `Norm`.
+    """
+
+    needs_dtypes = fp32_only = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.silu, self.sigmoid = nn.SiLU(), nn.Sigmoid()
+
+
+class SiluFunction(Silu):
+    def forward(self, g):
+        return F.silu(g)
+
+
+class SiluKeywords(Silu):
+    def forward(self, g):
+        return F.silu(input=g, inplace=False)
+
+
+class SiluLeaf(Silu):
+    def forward(self, g):
+        return self.silu(g)
+
+
+class SiluInPlace(Silu):  # of a tensor that nobody else sees
+    def forward(self, g):
+        return F.silu(g * 1.5, inplace=True)
+
+
+class TimesSigmoid(Silu):
+    def forward(self, g):
+        return g * torch.sigmoid(g)
+
+
+class SigmoidTimes(Silu):
+    def forward(self, g):
+        return g.sigmoid() * g
+
+
+class TimesFunctionalSigmoid(Silu):
+    def forward(self, g):
+        return torch.mul(g, F.sigmoid(g))
+
+
+class TimesSigmoidLeaf(Silu):
+    def forward(self, g):
+        return self.sigmoid(g) * g
+
+
+class SiluInFloat(Silu):  # the gated norms of Mamba 2, Falcon-H1, Qwen3-Next
+    def forward(self, g):
+        return F.silu(g.to(torch.float32))
+
+
+class SiluInFloatAndBack(Silu):
+    def forward(self, g):
+        return F.silu(g.float()).type_as(g)
+
+
+class Decomposed(Silu):  # as ATen decomposes it
+    def forward(self, g):
+        wide = g.float()
+        return (wide * torch.sigmoid(wide)).to(g.dtype)
+
+
+class SigmoidInFloat(Silu):
+    needs_dtypes = True
+
+    def forward(self, g):
+        return g * torch.sigmoid(g.float())
+
+
+class SigmoidInFloatAndBack(Silu):
+    needs_dtypes = True
+
+    def forward(self, g):
+        return g * torch.sigmoid(g.float()).to(g.dtype)
+
+
+class Quotient(Silu):
+    needs_dtypes = fp32_only = True
+
+    def forward(self, g):
+        return g / (1 + torch.exp(-g))
+
+
+class QuotientInFloat(Silu):  # as Inductor decomposes it
+    needs_dtypes = True
+
+    def forward(self, g):
+        wide = g.float()
+        return (wide / (torch.exp(-wide) + 1.0)).to(g.dtype)
+
+
+SILUS = (
+    SiluFunction, SiluKeywords, SiluLeaf, SiluInPlace, TimesSigmoid, SigmoidTimes,
+    TimesFunctionalSigmoid, TimesSigmoidLeaf, SiluInFloat, SiluInFloatAndBack, Decomposed,
+    SigmoidInFloat, SigmoidInFloatAndBack, Quotient, QuotientInFloat,
+)  # fmt: skip
+
+
+class NormThenGate(nn.Module):
+    """rms_norm(x) * silu(gate), in the numerics of Qwen3-Next."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x, gate):
+        return (self.norm(x) * F.silu(gate.to(torch.float32))).to(x.dtype)
+
+
+class GateThenNorm(nn.Module):
+    """rms_norm(silu(gate) * x), as in a SwiGLU with a norm inside."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x, gate):
+        return self.norm(F.silu(gate) * x)
+
+
+class NormAddNorm(nn.Module):
+    """h = residual + norm(x); returns norm(h) and h, as Gemma does around its branches."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x, residual):
+        h = residual + self.norm(x)
+        return self.norm(h), h
