@@ -32,6 +32,13 @@ def functional_aten(model: nn.Module, args: tuple) -> fx.GraphModule:
     return make_fx(torch.func.functionalize(model))(*args)
 
 
+def inductor_aten(model: nn.Module, args: tuple) -> fx.GraphModule:
+    """Decomposed as Inductor does: casts are prims, and silu is a quotient in fp32."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    return make_fx(model, decomposition_table=select_decomp_table())(*args)
+
+
 DIALECTS = {
     "symbolic_trace": symbolic,
     "export": exported,

@@ -8,7 +8,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 import fxfuse
-from tests.dialects import DIALECTS, aten, compiled, exported
+from tests.dialects import DIALECTS, aten, compiled, exported, inductor_aten
 from tests.patterns.test_spellings import assert_equals_eager
 from tests.spellings import (
     EPS,
@@ -96,6 +96,18 @@ def test_products(name):
         unknown = name == "in float and back"  # silu is rounded, to what decides without dtypes
         for trace, lost in ((DIALECTS["symbolic_trace"], unknown), (aten, False)):
             check(trace(model, args), args, model(*args), {"silu_gate": int(not lost)})
+
+
+@pytest.mark.parametrize("dtype", [FLOAT, HALF])
+def test_decompositions_of_inductor(dtype):
+    args = operands(dtype, dtype)
+    for model, name in (
+        (Gated(SiluFunction(), lambda x, silu: silu * x), "silu_gate"),
+        (NormThenGate(CastThenWeight(dtype)), "rms_norm_silu_gate"),
+        (GateThenNorm(WeightThenCast(dtype)), "silu_gate_rms_norm"),
+        (Mamba2(dtype), "silu_gate_rms_norm"),
+    ):
+        check(inductor_aten(model, args), args, model(*args), {name: 1})
 
 
 def test_regrouped_product_in_float():
@@ -390,6 +402,16 @@ def test_groups_of_a_symbolic_width():
     assert any("width of its rows or groups is symbolic" in m.reason for m in report.misses)
 
 
+def test_a_view_of_the_bits_is_no_group():
+    def model(x, g):
+        bits = (x * F.silu(g)).view(torch.int32).view(torch.float32)
+        return norm(bits.unflatten(-1, (1, -1))).flatten(-2)
+
+    args = operands(FLOAT, FLOAT)
+    for trace in (DIALECTS["symbolic_trace"], aten):
+        check(trace(model, args), args, model(*args), {"silu_gate_rms_norm": 0})
+
+
 def test_groups_without_shapes():
     gm = fxfuse.apply(fx.symbolic_trace(WholeNormOfGroups()))
     report = gm.meta["fxfuse"]
@@ -398,8 +420,7 @@ def test_groups_without_shapes():
     assert "pass example_inputs" in reason
 
 
-def test_a_wide_factor_of_a_rounded_norm_is_no_gate_reason():
-    """A bias, or a factor for each row and column, is neither a gate nor a residual."""
+def test_a_modulated_norm_is_neither_gated_nor_a_residual():
 
     def model(x, g):
         return norm(x) * g + torch.ones(WIDTH)
