@@ -13,7 +13,7 @@ from fxfuse.match import Call, Derived, call_of
 aten = torch.ops.aten
 _OURS = torch.ops.fxfuse
 
-# Their first result may take a residual gradient along. That of the sandwich is not among them: what
+# Their first result may take a residual gradient along. Not so that of the sandwich: what
 # is added to its dh belongs to the residual alone, and would go on into dx.
 ADDS = (_OURS.rms_norm_bwd.default, _OURS.rms_norm_silu_gate_bwd.default)
 SUMS = (
