@@ -20,6 +20,7 @@ from fxfuse.kernels.tile_device import (
     mask_rows,
     normalise,
     point,
+    postpone,
     read,
     read_gradient,
     read_weight,
@@ -48,14 +49,19 @@ def _multiply(
     if SIGMOID_DTYPE is None:
         silu = gate / (1.0 + tl.exp(-gate))
     else:
-        silu = gate * round_to(1.0 / (1.0 + tl.exp(-gate)), SIGMOID_DTYPE)
+        silu = gate * round_to(_sigmoid(gate), SIGMOID_DTYPE)
     return round_to(values * round_to(silu, SILU_DTYPE), PRODUCT_DTYPE)
 
 
 @triton.jit
-def _silu_and_slope(gate):
-    share = 1.0 / (1.0 + tl.exp(-gate))
-    return gate * share, share * (1.0 + gate * (1.0 - share))
+def _sigmoid(gate):
+    return 1.0 / (1.0 + tl.exp(-gate))
+
+
+@triton.jit
+def _slope(gate, share):
+    """The derivative of silu(gate), with share = sigmoid(gate)."""
+    return share * (1.0 + gate * (1.0 - share))
 
 
 @triton.jit
@@ -99,32 +105,14 @@ def _output(
 
 
 @triton.jit
-def _norm_terms(x, gate, gradient, row_rstd, GATE_FIRST: tl.constexpr):
+def _norm_terms(x, gate, share, gradient, row_rstd, GATE_FIRST: tl.constexpr):
     """The normalised row, and the gradient of the norm's output."""
-    value, _ = _silu_and_slope(gate)
     if GATE_FIRST:
-        x_hat = x * value * row_rstd
+        x_hat = x * (gate * share) * row_rstd
     else:
         x_hat = x * row_rstd
-        gradient = gradient * value
+        gradient = gradient * (gate * share)
     return x_hat, gradient
-
-
-@triton.jit
-def _write_dgate(
-    dgate,
-    row,
-    columns,
-    values,
-    gate,
-    gradient,
-    mask,
-    N: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """dgate from the other factor of silu(gate) and the gradient of their product."""
-    _, slope = _silu_and_slope(gate)
-    write(dgate, row, columns, gradient * values * slope, mask, N, ROWS)
 
 
 # ------------------------------------------------------------ without a norm
@@ -190,9 +178,11 @@ def silu_gate_backward(
     )  # fmt: skip
     values = read(x, x_stride, first_row, columns, mask, ROWS, STRIDE_UNIT, "evict_first")
     factors = read(gate, gate_stride, first_row, columns, mask, ROWS, STRIDE_UNIT, "evict_first")
-    value, slope = _silu_and_slope(factors.to(tl.float32))
-    write(dx, first_row, columns, gradient * value, mask, N, ROWS)
-    write(dgate, first_row, columns, gradient * values.to(tl.float32) * slope, mask, N, ROWS)
+    factors = factors.to(tl.float32)
+    share = _sigmoid(factors)
+    write(dx, first_row, columns, gradient * (factors * share), mask, N, ROWS)
+    gate_result = gradient * values.to(tl.float32) * _slope(factors, share)
+    write(dgate, first_row, columns, gate_result, mask, N, ROWS)
 
 
 # ------------------------------------------------------------ with a norm
@@ -377,22 +367,30 @@ def backward(
             )
         row_rstd = load(point(rstd, first_row, group, GROUPS, ROWS), row_mask, "")
 
-        values = values.to(tl.float32)
-        factors = factors.to(tl.float32)
-        x_hat, dnormed = _norm_terms(values, factors, gradient, row_rstd, GATE_FIRST)
+        share = _sigmoid(factors.to(tl.float32))
+        x_hat, dnormed = _norm_terms(
+            values.to(tl.float32), factors.to(tl.float32), share, gradient, row_rstd, GATE_FIRST
+        )
         if not GATE_FIRST:
             # here rather than below, so that no register holds it during the reduction
-            normed = scale(x_hat, gain, WEIGHT_OFFSET)
-            _write_dgate(dgate, first_row, columns, normed, factors, gradient, mask, N, ROWS)
+            gate_result = gradient * scale(x_hat, gain, WEIGHT_OFFSET)
+            gate_result *= _slope(factors.to(tl.float32), share)
+            write(dgate, first_row, columns, gate_result, mask, N, ROWS)
         if partials is not None:
             dweight += dnormed * x_hat
         scaled = scale(dnormed, gain, WEIGHT_OFFSET)
         c = tl.sum(x_hat * scaled, axis=1, keep_dims=True) / GROUP
+        if GATE_FIRST:
+            # anew, as registers cannot hold all of it during the reduction
+            values = postpone(values, c, M).to(tl.float32)
+            factors = postpone(factors, c, M).to(tl.float32)
+            share = postpone(share, c, M)
+            x_hat, _ = _norm_terms(values, factors, share, gradient, row_rstd, GATE_FIRST)
         result = (scaled - x_hat * c) * row_rstd
         if GATE_FIRST:
-            _write_dgate(dgate, first_row, columns, values, factors, result, mask, N, ROWS)
-            value, _ = _silu_and_slope(factors)
-            result = result * value
+            gate_result = result * values * _slope(factors, share)
+            write(dgate, first_row, columns, gate_result, mask, N, ROWS)
+            result = result * (factors * share)
         if dres is not None:
             result += extra.to(tl.float32)
         write(dx, first_row, columns, result, mask, N, ROWS)
@@ -451,8 +449,9 @@ def backward_wide(
             )  # fmt: skip
             values = read(x, x_stride, row, columns, mask, 1, STRIDE_UNIT, "").to(tl.float32)
             factors = read(gate, gate_stride, row, columns, mask, 1, STRIDE_UNIT, "")
+            factors = factors.to(tl.float32)
             x_hat, dnormed = _norm_terms(
-                values, factors.to(tl.float32), gradient, row_rstd, GATE_FIRST
+                values, factors, _sigmoid(factors), gradient, row_rstd, GATE_FIRST
             )
             products += x_hat * scale(dnormed, gain, WEIGHT_OFFSET)
         c = tl.sum(products, axis=1, keep_dims=True) / GROUP
@@ -472,15 +471,15 @@ def backward_wide(
             factors = read(gate, gate_stride, row, columns, mask, 1, STRIDE_UNIT, "evict_first")
             values = values.to(tl.float32)
             factors = factors.to(tl.float32)
-            x_hat, dnormed = _norm_terms(values, factors, gradient, row_rstd, GATE_FIRST)
+            share = _sigmoid(factors)
+            x_hat, dnormed = _norm_terms(values, factors, share, gradient, row_rstd, GATE_FIRST)
             result = (scale(dnormed, gain, WEIGHT_OFFSET) - x_hat * c) * row_rstd
             if GATE_FIRST:
-                _write_dgate(dgate, row, columns, values, factors, result, mask, N, 1)
-                value, _ = _silu_and_slope(factors)
-                result = result * value
+                gate_result = result * values * _slope(factors, share)
+                result = result * (factors * share)
             else:
-                normed = scale(x_hat, gain, WEIGHT_OFFSET)
-                _write_dgate(dgate, row, columns, normed, factors, gradient, mask, N, 1)
+                gate_result = gradient * scale(x_hat, gain, WEIGHT_OFFSET) * _slope(factors, share)
+            write(dgate, row, columns, gate_result, mask, N, 1)
             if dres is not None:
                 extra = read(dres, dres_stride, row, columns, mask, 1, STRIDE_UNIT, "evict_first")
                 result += extra.to(tl.float32)

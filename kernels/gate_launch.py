@@ -48,25 +48,23 @@ __all__ = [
 class _Cut:
     """How the rows of a kernel with a norm are cut.
 
-    widest: columns of the widest block that one tile holds; wider rows are walked in chunks.
-    tile_bytes: of each tensor in a tile of several rows.
-    thread_elements: of a tensor that one thread holds, where a tile holds the row.
+    widest: columns of the widest block that one tile holds, by the bytes of an element; wider rows
+    are walked in chunks. tile_bytes: of each tensor in a tile of several rows.
     """
 
     kernel: str
     gate_first: bool
-    widest: int
+    widest: Mapping[int, int]
     chunk: int
     tile_bytes: int
-    thread_elements: int
 
 
 # Chosen so that no registers are spilled, see tests/kernels/test_machine_code.py.
 _CUTS = {
-    "rms_norm_silu_gate": _Cut("forward", False, 16384, 4096, 4096, 16),
-    "silu_gate_rms_norm": _Cut("forward", True, 16384, 4096, 4096, 16),
-    "rms_norm_silu_gate_backward": _Cut("backward", False, 8192, 4096, 2048, 16),
-    "silu_gate_rms_norm_backward": _Cut("backward", True, 4096, 4096, 2048, 8),
+    "rms_norm_silu_gate": _Cut("forward", False, {2: 16384, 4: 16384}, 4096, 4096),
+    "silu_gate_rms_norm": _Cut("forward", True, {2: 16384, 4: 16384}, 4096, 4096),
+    "rms_norm_silu_gate_backward": _Cut("backward", False, {2: 8192, 4: 8192}, 4096, 2048),
+    "silu_gate_rms_norm_backward": _Cut("backward", True, {2: 8192, 4: 4096}, 4096, 2048),
 }
 # Warps of the backward kernels that a multiprocessor has registers for, 128 a thread.
 _RESIDENT_WARPS = 16
@@ -95,7 +93,9 @@ def plan(
     if kernel not in _CUTS:
         return _plan_elementwise(kernel, N, dtype)
     cut, group = _CUTS[kernel], group or N
-    block, tile_rows = rows.tile_of(group, dtype.itemsize, cut.widest, cut.chunk, cut.tile_bytes)
+    block, tile_rows = rows.tile_of(
+        group, dtype.itemsize, cut.widest[dtype.itemsize], cut.chunk, cut.tile_bytes
+    )
     wide = block < group
     constants = {"N": N, "GROUP": group, "BLOCK": block, "ROWS": tile_rows}
     constants["GATE_FIRST"] = cut.gate_first
@@ -104,8 +104,7 @@ def plan(
         buffers = 3 * (row_tensors + 1) if wide else 2 * row_tensors
         tile_bytes = tile_rows * block * dtype.itemsize
         constants["STAGES"] = rows.count_stages(tile_bytes, buffers, shared_memory)
-    elements = rows.THREAD_ELEMENTS if wide else cut.thread_elements
-    warps = rows.count_warps(tile_rows * block, elements)
+    warps = rows.count_warps(tile_rows * block)
     return Plan(
         kernel=getattr(gate_device, f"{cut.kernel}_wide" if wide else cut.kernel),
         constants=constants,

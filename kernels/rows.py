@@ -33,7 +33,7 @@ _NARROW_COLUMNS = 512
 NARROW_TILE_BYTES = 4096
 MAX_TILE_ROWS = 128
 # Elements of a tensor that one thread holds.
-THREAD_ELEMENTS = 16
+_THREAD_ELEMENTS = 16
 # Backward programs on one multiprocessor, for blocks of at most so many columns.
 _RESIDENT = {1024: 8, 2048: 4, 4096: 2}
 # One program adds up so many rows of dweight: fewer and the partial sums cost more than they
@@ -139,7 +139,7 @@ def tile_of(
     return block, min(MAX_TILE_ROWS, tile_bytes // itemsize // block)
 
 
-def count_warps(elements: int, thread_elements: int = THREAD_ELEMENTS) -> int:
+def count_warps(elements: int, thread_elements: int = _THREAD_ELEMENTS) -> int:
     """Warps for a tile of so many elements."""
     return min(32, max(4, elements // (32 * thread_elements)))
 

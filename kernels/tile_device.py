@@ -157,3 +157,9 @@ def read_gradient(
 def hide(M, N: tl.constexpr):
     # N, but the compiler does not know: it would unroll the chunks and run out of registers
     return tl.where(M > 0, N, 0)
+
+
+@triton.jit
+def postpone(values, result, M):
+    """`values`, but the compiler does not know: it computes what follows only after `result`."""
+    return tl.where((result == result) | (M > 0), values, 0.0)

@@ -100,6 +100,7 @@ GATES = {
     ("rms_norm_silu_gate", 8192, 0): (64, 128),
     ("silu_gate_rms_norm", 128, 0): (48, 128),
     ("silu_gate_rms_norm", 4096, 0): (48, 128),
+    ("silu_gate_rms_norm", 8192, 0): (48, 128),
     ("silu_gate_rms_norm", 8192, 1024): (48, 128),
 }
 
