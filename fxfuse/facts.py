@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from dataclasses import dataclass
 
@@ -74,6 +75,26 @@ class Facts:
                 operand = float(operand)
         is_number = isinstance(operand, (int, float)) and not isinstance(operand, bool)
         return operand if is_number else None
+
+    @functools.cached_property
+    def after_autograd(self) -> bool:
+        """Whether AOTAutograd cut the graph out of a joint graph: autograd has made it, and does not see
+        it again.
+        """
+        return any("partitioner_tag" in n.meta for n in self.graph_module.graph.nodes)
+
+    def same_memory(self, a: fx.Node, b: fx.Node) -> bool:
+        """Whether two inputs of a graph that writes to neither hold one tensor twice."""
+        one, other = self.value(a), self.value(b)
+        if one is None or other is None or not a.op == b.op == "placeholder":
+            return False
+        return one is other or (
+            one.untyped_storage()._cdata == other.untyped_storage()._cdata
+            and one.dtype == other.dtype
+            and same_shape(tuple(one.shape), tuple(other.shape))
+            and same_shape(one.stride(), other.stride())
+            and known_equal(one.storage_offset(), other.storage_offset())
+        )
 
     def is_tensor(self, operand: object) -> bool:
         """False if an operand is known to be something else, such as a size."""

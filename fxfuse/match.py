@@ -24,9 +24,9 @@ from fxfuse.term import Attr, Term, ViewLike, spelt
 from fxfuse.view import View
 
 __all__ = [
-    "Bound", "Call", "Decline", "Derived", "Expr", "Fork", "Fusion", "Term", "View", "call_of",
-    "item", "known_equal", "maybe_cast", "mean", "named", "reshaped", "rsqrt", "same_shape",
-    "scalar", "square", "upcast", "var", "word",
+    "Bound", "Call", "Decline", "Derived", "Expr", "Fork", "Fusion", "Term", "View",
+    "Viewed", "call_of", "holding", "item", "known_equal", "maybe_cast", "mean", "named",
+    "reshaped", "rsqrt", "same_shape", "scalar", "square", "upcast", "var", "word",
 ]  # fmt: skip
 
 
@@ -50,6 +50,19 @@ class Derived:
 
 
 @dataclass(frozen=True, slots=True)
+class Viewed:
+    """A result that the graph has in another shape: `name` stands for `op(result, *args)`.
+
+    value: the fake tensor that stands for the result itself.
+    """
+
+    name: str
+    op: torch._ops.OpOverload
+    args: tuple
+    value: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Fork:
     """An op that returns one result more: an alias of its operand `of`, for who reads that later.
 
@@ -68,7 +81,7 @@ class Call:
     op: torch._ops.OpOverload
     args: tuple
     kwargs: dict
-    outputs: tuple[str, ...]
+    outputs: tuple[str | Viewed, ...]
     root: int | None = 0
     like: fx.Node | None = None
     fork: Fork | None = None
@@ -125,7 +138,7 @@ class Bound:
         self,
         op: torch._ops.OpOverload,
         *args: object,
-        outputs: tuple[str, ...],
+        outputs: tuple[str | Viewed, ...],
         root: int | None = 0,
         like: fx.Node | None = None,
         fork: Fork | None = None,
@@ -135,14 +148,18 @@ class Bound:
 
         outputs: what its results stand for, in order. The one at `root` is the last node of the
         match, the others are names that the pattern keeps; a name that is not bound is a result
-        that nobody uses. root None: the last node is itself a call with the same results. like: a
-        node with the metadata of the results, if they are not all in the graph. fork: the op to
-        take where x is read after the match.
+        that nobody uses. root None: the last node is itself a call with the same results. like: the
+        call that this one makes larger, with the metadata of the results. fork: the op to take
+        where x is read after the match.
         """
         return Call(op, args, kwargs, outputs, root, like, fork)
 
     def decline(self, reason: str) -> Decline:
         return Decline(reason)
+
+    def is_read_outside(self, node: fx.Node) -> bool:
+        """Whether the graph uses a node elsewhere than in the match."""
+        return any(u not in self.nodes and (u.users or u.op == "output") for u in node.users)
 
     # ---- used by expressions ----
 
@@ -355,6 +372,20 @@ class Reshaped(Expr):
         b.undo(mark)
 
 
+class Holding(Expr):
+    """The inner expression, whose node is made of all of the given words, at whatever depth."""
+
+    def __init__(self, inner: Expr, holds: frozenset[str]) -> None:
+        self.inner, self.holds, self.words = inner, holds, inner.words
+
+    def needs(self) -> set[frozenset[str]]:
+        return {need | self.holds for need in self.inner.needs()}
+
+    def match(self, operand: object, b: Bound) -> Iterator[None]:
+        if self.holds <= b.view.words(operand):
+            yield from self.inner.match(operand, b)
+
+
 def _smallest(sets: set[frozenset[str]]) -> set[frozenset[str]]:
     return {one for one in sets if not any(other < one for other in sets)}
 
@@ -408,6 +439,10 @@ def upcast(inner: Expr, name: str | None = None, or_not: bool = False) -> Expr:
 
 def reshaped(inner: Expr) -> Expr:
     return Reshaped(inner)
+
+
+def holding(inner: Expr, *words: str) -> Expr:
+    return Holding(inner, frozenset(words))
 
 
 def word(name: str, *parts: Expr) -> Expr:

@@ -167,9 +167,11 @@ class _Rewrite:
         reason = self.guards.refuse(where)
         if reason:
             return self._refuse(fusion, bound, reason)
-        choice = policies.choose(self.policy, self._place(fusion, where))
+        choice = policies.choose(self.policy, self._place(fusion, call, where))
         if choice is None:
             return self._refuse(fusion, bound, "the policy is to leave every site alone (never)")
+        if fusion.backward and choice.backward == "inline":
+            return None
         if any(argument.name == "forward" for argument in call.op._schema.arguments):
             call.kwargs.update(forward=choice.forward, backward=choice.backward)
         readers = self._later_readers(call, bound, where)
@@ -182,9 +184,9 @@ class _Rewrite:
         twins = self.guards.twins(bound.get(call.fork.of)) if readers else ()
         return _Plan(fusion, where, call, matches, readers, tuple(twins))
 
-    def _place(self, fusion: Fusion, where: Site) -> policies.Place | None:
-        if fusion.backward:
-            return None
+    def _place(self, fusion: Fusion, call: Call, where: Site) -> policies.Place | None:
+        if fusion.backward and call.like is not None:
+            return None  # it makes a backward op larger that is there already
         values = [self.view.facts.value(n) for n in (*where.outputs, *where.inputs)]
         return policies.place(fusion.name, values, self.compiled, self.target)
 
@@ -246,7 +248,16 @@ class _Editor:
     def _results(self, node: fx.Node, where: Site) -> list[fx.Node]:
         if where.results is None:
             return [node]
-        return [self._item(node, index, old) for index, old in zip(where.results, where.outputs)]
+        return [self._result(node, i, old, where) for i, old in zip(where.results, where.outputs)]
+
+    def _result(self, node: fx.Node, index: int, old: fx.Node, where: Site) -> fx.Node:
+        item, view = self._item(node, index, old), where.views.get(index)
+        if view is None:
+            return item
+        viewed = self.graph.call_function(view.op, (item, *view.args))
+        viewed.meta = dict(old.meta)
+        item.meta["val"] = view.value
+        return viewed
 
     def _item(self, node: fx.Node, index: int, like: fx.Node) -> fx.Node:
         item = self.graph.call_function(operator.getitem, (node, index))
@@ -295,13 +306,22 @@ def _hoist(node: fx.Node, place: fx.Node) -> None:
 def _carry_metadata(node: fx.Node, where: Site, like: fx.Node | None) -> None:
     meta = {k: v for k, v in where.root.meta.items() if k not in (*_VALUE_KEYS, "tensor_meta")}
     for key in _VALUE_KEYS:
-        values = [n.meta.get(key) for n in where.outputs]
-        if like is not None:
-            values = [like.meta.get(key)]
-        if all(v is not None for v in values):
-            meta[key] = values[0] if len(values) == 1 else tuple(values)
+        value = (like or where.root).meta.get(key)
+        if like is None and where.results is not None:
+            value = _values(node, where, key)
+        if value is not None:
+            meta[key] = value
     meta["custom"] = {**meta.get("custom", {}), "fxfuse": node.target._schema.name}
     node.meta = meta
+
+
+def _values(node: fx.Node, where: Site, key: str) -> tuple | None:
+    """The values of all results of an op; None for one that nobody uses."""
+    found = {i: n.meta.get(key) for i, n in zip(where.results, where.outputs)}
+    if None in found.values():
+        return None
+    found |= {i: view.value for i, view in where.views.items()}
+    return tuple(map(found.get, range(len(node.target._schema.returns))))
 
 
 def _pair_metadata(node: fx.Node, source: fx.Node) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from fxfuse.match import Bound, Call
+from fxfuse.match import Bound, Call, Viewed
 from fxfuse.term import Attr
 from fxfuse.view import View
 
@@ -15,6 +15,8 @@ aten = torch.ops.aten
 
 _CHECKS = {aten._assert_tensor_metadata.default}
 _VIEWS_OF_TRACERS = {aten.detach.default, aten.alias.default}
+# What is plain to compute again from its operands, next to an op that returns none of it.
+_PLAIN_WORDS = {"add", "cast", "detach", "mul", "same"}
 _MOVABLE_WORDS = {"add", "mul", "div", "cast", "square", "mean", "sum", "rsqrt", "sqrt"}
 
 
@@ -25,7 +27,8 @@ class Site:
     nodes: what the op replaces, in graph order; they can be erased. inputs: the nodes that the op
     reads, and parameters what it reads of leaf modules. outputs: the nodes whose values it returns;
     the root, the last node, is the first of them. results: which result of the op each output is,
-    or None where the op has one result or is to stand for the root as a whole.
+    or None where the op has one result or is to stand for the root as a whole. views: how results
+    come back, by their number, where not as they are.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -33,6 +36,7 @@ class Site:
     parameters: tuple[Attr, ...]
     outputs: tuple[fx.Node, ...]
     results: tuple[int, ...] | None
+    views: dict[int, Viewed]
 
     @property
     def root(self) -> fx.Node:
@@ -46,10 +50,11 @@ class Site:
 
 
 def site(b: Bound, call: Call) -> Site:
-    """The site of a match: casts needed elsewhere stay, helpers of the match go with it."""
+    """The site of a match: plain steps needed elsewhere stay, helpers of the match go with it."""
     view, operands = b.view, call.operands
     inputs = tuple(a for a in operands if isinstance(a, fx.Node))
     outputs, results = _outputs(b, call)
+    views = {i: one for i, one in enumerate(call.outputs) if isinstance(one, Viewed)}
     covered = set(b.nodes)
     alive = set(inputs) | set(outputs[1:])
     while stay := {n for n in covered if n not in outputs and _can_stay(view, n, alive, covered)}:
@@ -57,25 +62,32 @@ def site(b: Bound, call: Call) -> Site:
         alive |= stay
     helpers = {u for n in (*covered, *alive) for u in n.users if _is_helper(u, covered)}
     parameters = tuple(a for a in operands if isinstance(a, Attr))
-    return Site(tuple(sorted(covered | helpers)), inputs, parameters, outputs, results)
+    return Site(tuple(sorted(covered | helpers)), inputs, parameters, outputs, results, views)
 
 
 def _outputs(b: Bound, call: Call) -> tuple[tuple[fx.Node, ...], tuple[int, ...] | None]:
     if call.root is None or len(call.op._schema.returns) == 1:
         return (b.root,), None
     found = {call.root: b.root}
-    for index, name in enumerate(call.outputs):
+    for index, output in enumerate(call.outputs):
+        name = output.name if isinstance(output, Viewed) else output
         if index != call.root and b.has(name):
             found[index] = b.get(name)
     return tuple(found.values()), tuple(found)
 
 
 def _can_stay(view: View, node: fx.Node, alive: set[fx.Node], covered: set[fx.Node]) -> bool:
-    """A cast of a value that stays alive, with users outside of the match."""
-    term = view.term(node)
-    if term.word not in ("cast", "same") or term.args[0] not in alive:
+    """A cast, or another plain step, of values that stay alive, with users outside of the match."""
+    outside = any(u not in covered and not _is_helper(u, covered) for u in node.users)
+    return outside and _is_plain(view, node, alive, covered)
+
+
+def _is_plain(view: View, node: fx.Node, alive: set[fx.Node], covered: set[fx.Node]) -> bool:
+    if node in alive:
+        return True
+    if node not in covered or view.term(node).word not in _PLAIN_WORDS:
         return False
-    return any(u not in covered and not _is_helper(u, covered) for u in node.users)
+    return all(_is_plain(view, source, alive, covered) for source in node.all_input_nodes)
 
 
 def _is_helper(node: fx.Node, covered: set[fx.Node]) -> bool:

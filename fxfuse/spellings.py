@@ -11,7 +11,7 @@ import operator
 import torch
 from torch import fx
 
-from fxfuse.facts import known_equal
+from fxfuse.facts import known_equal, same_shape
 from fxfuse.gate_spellings import (
     LEAF_ACTIVATIONS,
     activation,
@@ -72,7 +72,7 @@ def _mul(view: ViewLike, node: fx.Node) -> Term:
     for other, factor in ((x, y), (y, x)):
         if is_number(factor) and factor == 1 and view.facts.dtype(other) == view.facts.dtype(node):
             return Term("same", (other,), (node,))
-        if is_number(factor) and factor != 0:
+        if is_number(factor) and factor > 0:
             mean = _mean_of_sum(view, node, other, 1 / factor)
             if mean:
                 return mean
@@ -115,10 +115,10 @@ def _reciprocal(view: ViewLike, node: fx.Node) -> Term:
 def _pow(view: ViewLike, node: fx.Node) -> Term:
     x, exponent = arguments(node, "input|self", "exponent")
     words = {2.0: "square", -0.5: "rsqrt", 0.5: "sqrt"}
-    word = words.get(exponent) if is_number(exponent) else None
-    if word is None or not isinstance(x, fx.Node) or not _safe(view, node, x, exponent):
+    if not is_number(exponent) or not isinstance(x, fx.Node) or not _safe(view, node, x, exponent):
         return opaque(node)
-    return Term(word, (x,), (node,))
+    word = words.get(exponent)
+    return Term(word, (x,), (node,)) if word else Term("power", (x, exponent), (node,))
 
 
 def _unary(word: str, *spellings: object) -> None:
@@ -131,6 +131,18 @@ _unary("square", torch.square, ".square", aten.square.default)
 _unary("rsqrt", torch.rsqrt, ".rsqrt", aten.rsqrt.default)
 _unary("sqrt", torch.sqrt, ".sqrt", aten.sqrt.default)
 _unary("same", aten.alias.default)
+_unary("detach", aten.detach.default)  # before autograd it is not the same
+
+
+@spelt(aten.expand.default)
+def _expand(view: ViewLike, node: fx.Node) -> Term:
+    """One value a row, repeated for each column."""
+    x = node.args[0]
+    shapes = view.facts.shape(x), view.facts.shape(node)
+    if None in shapes or not shapes[1] or not same_shape(shapes[0], (*shapes[1][:-1], 1)):
+        return opaque(node)
+    return Term("expand", (x,), (node,))
+
 
 # ---- reductions -------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ import torch
 
 import fxfuse.kernels.ops  # noqa: F401  (defines the op)
 from fxfuse.match import Bound, Call, Decline, named, same_shape, var
-from fxfuse.patterns.norms import Norm, numerics, rms_norm_of
+from fxfuse.patterns.norms import Norm, numerics, rms_norm_of, saved_rstd
 from fxfuse.registry import pattern
 
 total = named("h", var("x") + var("residual"))
@@ -22,14 +22,12 @@ def build(b: Bound) -> Call | Decline | None:
     attributes = numerics(norm)
     if not isinstance(attributes, dict):
         return attributes
-    return b.call(
-        torch.ops.fxfuse.add_rms_norm.default,
-        b.x,
-        b.residual,
-        norm.weight,
-        outputs=("y", "h"),
-        **attributes,
-    )
+    ops, operands = torch.ops.fxfuse, (b.x, b.residual, norm.weight)
+    rstd = saved_rstd(norm, attributes)
+    if rstd:
+        op = ops.add_rms_norm_fwd.default
+        return b.call(op, *operands, outputs=("y", "h", rstd), **attributes)
+    return b.call(ops.add_rms_norm.default, *operands, outputs=("y", "h"), **attributes)
 
 
 def add_problem(b: Bound, branch: str, residual: str) -> str | None:

@@ -11,12 +11,14 @@ from fxfuse.match import (
     Bound,
     Decline,
     Expr,
+    Viewed,
     known_equal,
     maybe_cast,
     mean,
     named,
     reshaped,
     rsqrt,
+    same_shape,
     scalar,
     square,
     upcast,
@@ -138,6 +140,30 @@ def weight_problem(norm: Norm) -> str | None:
     if len(shape) != 1 or (columns is not None and not known_equal(shape[0], columns)):
         return f"the weight of shape {tuple(shape)} is not one value per column"
     return None
+
+
+def saved_rstd(norm: Norm, attributes: dict) -> Viewed | None:
+    """rstd as a result of an inner op, in the form in which autograd saved it for the backward."""
+    if not norm.b.facts.after_autograd:
+        return None
+    rstd = norm.node("rstd") if norm.has("rstd") else _second_result(norm)
+    value = norm.b.facts.value(rstd)
+    if value is None or not norm.b.is_read_outside(rstd):
+        return None
+    if name_of(value.dtype) != (attributes["compute_dtype"] or name_of(opmath(norm.dtype("h")))):
+        return None
+    if not same_shape(tuple(value.shape), (*norm.shape("h")[:-1], 1)):
+        return None
+    norm.b.nodes.append(rstd)
+    norm.b.bind("saved", rstd)
+    return Viewed("saved", torch.ops.aten.unsqueeze.default, (-1,), value.squeeze(-1))
+
+
+def _second_result(norm: Norm) -> object:
+    """rstd beside the result of a norm in one piece, where that is a call with two results."""
+    source = norm.b.view.term(norm.node("whole")).nodes[-1]
+    terms = map(norm.b.view.term, source.users)
+    return next((t.nodes[0] for t in terms if t.word == "item" and t.args[1] == 1), None)
 
 
 def name_of(dtype: torch.dtype) -> str:

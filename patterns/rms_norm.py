@@ -7,7 +7,7 @@ import torch
 import fxfuse.kernels.ops  # noqa: F401  (defines the op)
 from fxfuse.match import Bound, Call, Decline, Fork, var
 from fxfuse.patterns.near_norms import near_miss
-from fxfuse.patterns.norms import Norm, numerics, rms_norm_of
+from fxfuse.patterns.norms import Norm, numerics, rms_norm_of, saved_rstd
 from fxfuse.registry import pattern
 
 
@@ -19,7 +19,9 @@ def build(b: Bound) -> Call | Decline | None:
     if not isinstance(attributes, dict):
         return attributes
     ops = torch.ops.fxfuse
+    rstd = saved_rstd(norm, attributes)
+    if rstd:
+        op = ops.rms_norm_fwd.default
+        return b.call(op, b.h, norm.weight, outputs=("y", rstd), **attributes)
     fork = Fork(ops.rms_norm_fork.default, of="h", pattern="backward_add_rms_norm")
-    return b.call(
-        ops.rms_norm.default, b.h, norm.weight, outputs=("y",), fork=fork, **attributes
-    )
+    return b.call(ops.rms_norm.default, b.h, norm.weight, outputs=("y",), fork=fork, **attributes)
