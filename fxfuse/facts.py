@@ -78,13 +78,11 @@ class Facts:
 
     @functools.cached_property
     def after_autograd(self) -> bool:
-        """Whether AOTAutograd cut the graph out of a joint graph: autograd has made it, and does not see
-        it again.
-        """
+        """Whether AOTAutograd cut the graph from a joint one: autograd does not see it again."""
         return any("partitioner_tag" in n.meta for n in self.graph_module.graph.nodes)
 
     def same_memory(self, a: fx.Node, b: fx.Node) -> bool:
-        """Whether two inputs of a graph that writes to neither hold one tensor twice."""
+        """Whether two inputs are one tensor, such as a value and its detached alias, both saved."""
         one, other = self.value(a), self.value(b)
         if one is None or other is None or not a.op == b.op == "placeholder":
             return False
