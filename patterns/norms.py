@@ -144,18 +144,21 @@ def weight_problem(norm: Norm) -> str | None:
 
 def saved_rstd(norm: Norm, attributes: dict) -> Viewed | None:
     """rstd as a result of an inner op, in the form in which autograd saved it for the backward."""
-    if not norm.b.facts.after_autograd:
+    b = norm.b
+    if not b.facts.after_autograd:
         return None
     rstd = norm.node("rstd") if norm.has("rstd") else _second_result(norm)
-    value = norm.b.facts.value(rstd)
-    if value is None or not norm.b.is_read_outside(rstd):
+    value = b.facts.value(rstd)
+    if value is None or not b.is_read_outside(rstd):
         return None
+    if norm.has("rstd") and b.view.term(rstd).word != "rsqrt":
+        return None  # a root that is divided by
     if name_of(value.dtype) != (attributes["compute_dtype"] or name_of(opmath(norm.dtype("h")))):
         return None
     if not same_shape(tuple(value.shape), (*norm.shape("h")[:-1], 1)):
         return None
-    norm.b.nodes.append(rstd)
-    norm.b.bind("saved", rstd)
+    b.nodes.append(rstd)
+    b.bind("saved", rstd)
     return Viewed("saved", torch.ops.aten.unsqueeze.default, (-1,), value.squeeze(-1))
 
 
