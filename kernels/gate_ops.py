@@ -28,7 +28,7 @@ _NORM = (
     "bool contiguous=False"
 )
 _GATE = 'str sigmoid_dtype="", str silu_dtype=""'
-_BACKWARD_ATTRIBUTES = ("group", "weight_offset")
+_PRODUCT = ("sigmoid_dtype", "silu_dtype", "gated_dtype")
 _Weights = tuple[Tensor | None, ...]  # (weight,) of an op with a norm, () of silu_gate
 
 
@@ -69,10 +69,7 @@ class _Op:
         found = {**_defaults(self), **attributes}
         found.pop("contiguous", None)
         for name in [k for k in found if k.endswith("_dtype")]:
-            if found[name] == "gate":
-                found[name] = gate_dtype
-            else:
-                found[name] = reference.resolve_dtype(found[name], x_dtype)
+            found[name] = _dtype(found[name], x_dtype, gate_dtype)
         if "compute_dtype" in found and found["compute_dtype"] is None:
             normed = torch.promote_types(x_dtype, gate_dtype) if self.gate_first else x_dtype
             found["compute_dtype"] = torch.promote_types(normed, torch.float32)
@@ -91,7 +88,12 @@ class _Op:
 
     def formula_backward(self, dys, x, gate, weights, rstd, dres, attributes, formulas=None):
         gradient = getattr(formulas or gate_reference, f"{self.name}_bwd")
-        return gradient(dys, x, gate, *self._more(weights, rstd, dres), **attributes)
+        resolved = attributes | self._product_dtypes(x.dtype, gate.dtype, attributes)
+        return gradient(dys, x, gate, *self._more(weights, rstd, dres), **resolved)
+
+    def _product_dtypes(self, x_dtype, gate_dtype, attributes: dict) -> dict:
+        named = {k: attributes[k] for k in _PRODUCT if k in attributes}
+        return {k: _dtype(v, x_dtype, gate_dtype) for k, v in named.items()}
 
     def _more(self, weights: _Weights, rstd: Tensor | None, dres: Tensor | None) -> tuple:
         if not self.normed:
@@ -99,7 +101,13 @@ class _Op:
         return (*weights, rstd) if self.gate_first else (*weights, rstd, dres)
 
     def backward_attributes(self, attributes: dict) -> dict:
-        return {k: attributes[k] for k in _BACKWARD_ATTRIBUTES if k in attributes}
+        names = ("weight_offset",) if self.normed else ()
+        names += ("group", *_PRODUCT) if self.gate_first else ()
+        return {k: attributes[k] for k in names if k in attributes}
+
+
+def _dtype(name: str, x_dtype: torch.dtype, gate_dtype: torch.dtype) -> torch.dtype | None:
+    return gate_dtype if name == "gate" else reference.resolve_dtype(name, x_dtype)
 
 
 SILU_GATE = _Op("silu_gate", f'{_GATE}, str out_dtype="input"', normed=False)
@@ -237,8 +245,8 @@ def _define(op: _Op) -> None:
     more, returns = "", "(Tensor, Tensor)"
     if op.normed:
         more = ", Tensor? weight, Tensor rstd" + ("" if op.gate_first else ", Tensor? dres")
-        group = "int group=0, " if op.gate_first else ""
-        more += f", *, {group}float weight_offset=0.0, bool need_dweight"
+        product = f'int group=0, {_GATE}, str gated_dtype="", ' if op.gate_first else ""
+        more += f", *, {product}float weight_offset=0.0, bool need_dweight"
         returns = "(Tensor, Tensor, Tensor)"
     define_inner(
         f"{op.name}_bwd(Tensor[] dys, Tensor x, Tensor gate{more}) -> {returns}",

@@ -122,19 +122,29 @@ def silu_gate_rms_norm_bwd(
     rstd: Tensor,
     *,
     group: int = 0,
+    sigmoid_dtype: torch.dtype | None = None,
+    silu_dtype: torch.dtype | None = None,
+    gated_dtype: torch.dtype | None = None,
     weight_offset: float = 0.0,
     need_dweight: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """dx [..., N] in x's dtype, dgate in the gate's; dweight [N] in the weight's, or None."""
+    """dx [..., N] in x's dtype, dgate in the gate's; dweight [N] in the weight's, or None.
+
+    The dtypes are those of the forward: `rstd` is of the product as it was rounded there, and with
+    another product the parts of dx would not cancel.
+    """
     dy = reference.sum_gradients(dys)
     wide = _wide(dy, x, gate, rstd)
     dy = dy.to(wide)
     value, slope = silu_and_slope(gate, wide)
-    rstd = rstd.to(wide).unsqueeze(-1)
-    x_hat = grouped(x.to(wide) * value, group) * rstd
+    gated = silu_gate(
+        x, gate, sigmoid_dtype=sigmoid_dtype, silu_dtype=silu_dtype, out_dtype=gated_dtype
+    )
+    x_hat = grouped(gated.to(wide), group) * rstd.to(wide).unsqueeze(-1)
     g = dy if weight is None else dy * reference.scale(weight, weight_offset, wide)
     g = grouped(g, group)
-    dgated = ((g - x_hat * (x_hat * g).mean(-1, keepdim=True)) * rstd).flatten(-2)
+    dgated = g - x_hat * (x_hat * g).mean(-1, keepdim=True)
+    dgated = (dgated * rstd.to(wide).unsqueeze(-1)).flatten(-2)
     dweight = None
     if need_dweight and weight is not None:
         dweight = reference.sum_rows(dy * x_hat.flatten(-2)).to(weight.dtype)
