@@ -101,13 +101,13 @@ class _Parts:
 def _norms(b: Bound) -> Iterator[_Norm]:
     """The norms of which a term of the sum may be the correction: h * r ** 3 * sum(g * h)."""
     for term in _terms(b, b.total):
-        sums = [a for a in product(b, term).powers if b.view.term(a).word == "sum"]
-        for row_sum in sums:
+        nodes = [a for a in product(b, term).powers if isinstance(a, fx.Node)]
+        for row_sum in (n for n in nodes if b.view.term(n).word == "sum"):
             for g, h, nodes in _multiplied(b, row_sum):
                 powers = product(b, term, (row_sum, h)).powers
                 for r, power in powers.items():
                     norm = _Norm(row_sum, g, h, r, nodes)
-                    if power == 3 and powers == norm.correction:
+                    if power == 3 and isinstance(r, fx.Node) and powers == norm.correction:
                         yield norm
 
 
@@ -179,7 +179,8 @@ def _fits(b: Bound, norm: _Norm, rest: list[fx.Node]) -> bool:
     return (
         all(_has(b, norm, node, shapes[node]) for node in shapes)
         and all(_has(b, norm, node, shape) and facts.dtype(node) == own for node in rest)
-        and facts.dtype(norm.row_sum) == facts.dtype(b.total) == wide
+        and facts.dtype(norm.row_sum) == wide
+        and facts.dtype(b.total) in (own, wide)
         and facts.dtype(b.root) == own
     )
 
