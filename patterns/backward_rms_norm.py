@@ -277,8 +277,8 @@ def _over_rows(b: Bound, node: fx.Node, weight: fx.Node) -> list[fx.Node]:
     """From a sum over all rows on, the steps to a gradient for the weight; none if they are not."""
     if node.target is not aten.sum.dim_IntList or node.kwargs:
         return []
-    rows = b.facts.shape(node.args[0])[:-1]
-    if sorted(node.args[1]) != list(range(len(rows))):
+    rows = len(b.facts.shape(node.args[0]) or (0,)) - 1
+    if sorted(node.args[1]) != list(range(rows)):
         return []
     steps = [node]
     while not _is_like(b, steps[-1], weight):
@@ -290,5 +290,6 @@ def _over_rows(b: Bound, node: fx.Node, weight: fx.Node) -> list[fx.Node]:
 
 
 def _is_like(b: Bound, node: fx.Node, weight: fx.Node) -> bool:
-    shapes = b.facts.shape(node), b.facts.shape(weight)
-    return same_shape(*shapes) and b.facts.dtype(node) == b.facts.dtype(weight)
+    found = b.facts.shape(node) or ()
+    right = b.facts.shape(weight), b.facts.dtype(weight)
+    return same_shape(found, right[0]) and b.facts.dtype(node) == right[1]
