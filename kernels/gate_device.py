@@ -105,13 +105,32 @@ def _output(
 
 
 @triton.jit
-def _norm_terms(x, gate, share, gradient, row_rstd, GATE_FIRST: tl.constexpr):
-    """The normalised row, and the gradient of the norm's output."""
-    if GATE_FIRST:
-        x_hat = x * (gate * share) * row_rstd
-    else:
+def _norm_terms(
+    x,
+    gate,
+    share,
+    gradient,
+    row_rstd,
+    GATE_FIRST: tl.constexpr,
+    SIGMOID_DTYPE: tl.constexpr,
+    SILU_DTYPE: tl.constexpr,
+    PRODUCT_DTYPE: tl.constexpr,
+    GATED_DTYPE: tl.constexpr,
+):
+    """The normalised row, of the product as the forward rounded it, and its norm's gradient."""
+    if not GATE_FIRST:
         x_hat = x * row_rstd
         gradient = gradient * (gate * share)
+    elif (
+        SIGMOID_DTYPE is None
+        and SILU_DTYPE is None
+        and PRODUCT_DTYPE is None
+        and GATED_DTYPE is None
+    ):
+        x_hat = x * (gate * share) * row_rstd
+    else:
+        product = _multiply(x, gate, SIGMOID_DTYPE, SILU_DTYPE, PRODUCT_DTYPE)
+        x_hat = round_to(product, GATED_DTYPE) * row_rstd
     return x_hat, gradient
 
 
@@ -332,6 +351,10 @@ def backward(
     STRIDE_UNIT: tl.constexpr,
     GATE_FIRST: tl.constexpr,
     WEIGHT_OFFSET: tl.constexpr,
+    SIGMOID_DTYPE: tl.constexpr,
+    SILU_DTYPE: tl.constexpr,
+    PRODUCT_DTYPE: tl.constexpr,
+    GATED_DTYPE: tl.constexpr,
 ):
     """dx, dgate, and where `partials` [programs / groups, N] is given, a share of dweight.
 
@@ -369,8 +392,9 @@ def backward(
 
         share = _sigmoid(factors.to(tl.float32))
         x_hat, dnormed = _norm_terms(
-            values.to(tl.float32), factors.to(tl.float32), share, gradient, row_rstd, GATE_FIRST
-        )
+            values.to(tl.float32), factors.to(tl.float32), share, gradient, row_rstd,
+            GATE_FIRST, SIGMOID_DTYPE, SILU_DTYPE, PRODUCT_DTYPE, GATED_DTYPE,
+        )  # fmt: skip
         if not GATE_FIRST:
             # here rather than below, so that no register holds it during the reduction
             gate_result = gradient * scale(x_hat, gain, WEIGHT_OFFSET)
@@ -385,7 +409,10 @@ def backward(
             values = postpone(values, c, M).to(tl.float32)
             factors = postpone(factors, c, M).to(tl.float32)
             share = postpone(share, c, M)
-            x_hat, _ = _norm_terms(values, factors, share, gradient, row_rstd, GATE_FIRST)
+            x_hat, _ = _norm_terms(
+                values, factors, share, gradient, row_rstd,
+                GATE_FIRST, SIGMOID_DTYPE, SILU_DTYPE, PRODUCT_DTYPE, GATED_DTYPE,
+            )  # fmt: skip
         result = (scaled - x_hat * c) * row_rstd
         if GATE_FIRST:
             gate_result = result * values * _slope(factors, share)
@@ -429,6 +456,10 @@ def backward_wide(
     STRIDE_UNIT: tl.constexpr,
     GATE_FIRST: tl.constexpr,
     WEIGHT_OFFSET: tl.constexpr,
+    SIGMOID_DTYPE: tl.constexpr,
+    SILU_DTYPE: tl.constexpr,
+    PRODUCT_DTYPE: tl.constexpr,
+    GATED_DTYPE: tl.constexpr,
 ):
     """One row at a time, in chunks; dweight gathers in `partials`, as registers cannot hold it."""
     GROUPS: tl.constexpr = N // GROUP
@@ -451,8 +482,9 @@ def backward_wide(
             factors = read(gate, gate_stride, row, columns, mask, 1, STRIDE_UNIT, "")
             factors = factors.to(tl.float32)
             x_hat, dnormed = _norm_terms(
-                values, factors, _sigmoid(factors), gradient, row_rstd, GATE_FIRST
-            )
+                values, factors, _sigmoid(factors), gradient, row_rstd,
+                GATE_FIRST, SIGMOID_DTYPE, SILU_DTYPE, PRODUCT_DTYPE, GATED_DTYPE,
+            )  # fmt: skip
             products += x_hat * scale(dnormed, gain, WEIGHT_OFFSET)
         c = tl.sum(products, axis=1, keep_dims=True) / GROUP
 
@@ -472,7 +504,10 @@ def backward_wide(
             values = values.to(tl.float32)
             factors = factors.to(tl.float32)
             share = _sigmoid(factors)
-            x_hat, dnormed = _norm_terms(values, factors, share, gradient, row_rstd, GATE_FIRST)
+            x_hat, dnormed = _norm_terms(
+                values, factors, share, gradient, row_rstd,
+                GATE_FIRST, SIGMOID_DTYPE, SILU_DTYPE, PRODUCT_DTYPE, GATED_DTYPE,
+            )  # fmt: skip
             result = (scale(dnormed, gain, WEIGHT_OFFSET) - x_hat * c) * row_rstd
             if GATE_FIRST:
                 gate_result = result * values * _slope(factors, share)

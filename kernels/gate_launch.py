@@ -282,6 +282,7 @@ def rms_norm_silu_gate_backward(
         group=x.shape[-1],
         need_dweight=need_dweight,
         WEIGHT_OFFSET=float(weight_offset),
+        **dict.fromkeys(("SIGMOID_DTYPE", "SILU_DTYPE", "PRODUCT_DTYPE", "GATED_DTYPE")),
     )
 
 
@@ -333,10 +334,13 @@ def silu_gate_rms_norm_backward(
     rstd: Tensor,
     *,
     group: int,
+    sigmoid_dtype: torch.dtype | None,
+    silu_dtype: torch.dtype | None,
+    gated_dtype: torch.dtype | None,
     weight_offset: float,
     need_dweight: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Gradients of `silu_gate_rms_norm`, with its rstd [..., N / group].
+    """Gradients of `silu_gate_rms_norm`, with its rstd [..., N / group] and its roundings of g.
 
     dys: one to three [..., N], added with a rounding to their dtype after each addition. Returns
     dx [..., N] in x's dtype, dgate [..., N] in the gate's, and dweight [N] in the weight's or None.
@@ -352,6 +356,10 @@ def silu_gate_rms_norm_backward(
         group=group or x.shape[-1],
         need_dweight=need_dweight,
         WEIGHT_OFFSET=float(weight_offset),
+        SIGMOID_DTYPE=rounding(sigmoid_dtype),
+        SILU_DTYPE=rounding(silu_dtype),
+        PRODUCT_DTYPE=rounding(_product_dtype(x.dtype, silu_dtype)),
+        GATED_DTYPE=rounding(gated_dtype),
     )
 
 

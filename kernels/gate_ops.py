@@ -84,18 +84,26 @@ class _Op:
 
     def call_backward(self, dys, x, gate, weights, rstd, dres, attributes) -> tuple[Tensor, ...]:
         op = getattr(torch.ops.fxfuse, f"{self.name}_bwd").default
-        return op(dys, x, gate, *self._more(weights, rstd, dres), **attributes)
+        return op(dys, x, gate, *self.more(weights, rstd, dres), **attributes)
 
     def formula_backward(self, dys, x, gate, weights, rstd, dres, attributes, formulas=None):
         gradient = getattr(formulas or gate_reference, f"{self.name}_bwd")
-        resolved = attributes | self._product_dtypes(x.dtype, gate.dtype, attributes)
-        return gradient(dys, x, gate, *self._more(weights, rstd, dres), **resolved)
+        resolved = self.resolve_backward(x, gate, attributes)
+        return gradient(dys, x, gate, *self.more(weights, rstd, dres), **resolved)
 
-    def _product_dtypes(self, x_dtype, gate_dtype, attributes: dict) -> dict:
-        named = {k: attributes[k] for k in _PRODUCT if k in attributes}
-        return {k: _dtype(v, x_dtype, gate_dtype) for k, v in named.items()}
+    def resolve_backward(self, x: Tensor, gate: Tensor, attributes: dict) -> dict:
+        """The keyword arguments of the gradient's formula, every one."""
+        defaults = dict.fromkeys(_PRODUCT, "") | {"group": 0} if self.gate_first else {}
+        found = {**defaults, **({"weight_offset": 0.0} if self.normed else {}), **attributes}
+        for name in _PRODUCT if self.gate_first else ():
+            found[name] = _dtype(found[name], x.dtype, gate.dtype)
+        return found
 
-    def _more(self, weights: _Weights, rstd: Tensor | None, dres: Tensor | None) -> tuple:
+    @property
+    def one_group(self) -> dict:
+        return {"group": 0} if self.gate_first else {}
+
+    def more(self, weights: _Weights, rstd: Tensor | None, dres: Tensor | None) -> tuple:
         if not self.normed:
             return ()
         return (*weights, rstd) if self.gate_first else (*weights, rstd, dres)
@@ -302,7 +310,45 @@ def _cpu_forward(op, x, gate, weights, attributes):
 
 
 def _triton_forward(op, x, gate, weights, attributes):
-    return _plain_forward(op, x, gate, weights, attributes)
+    launch = _launch()
+    resolved = op.resolve(x.dtype, gate.dtype, attributes)
+    compute_dtype = resolved.pop("compute_dtype", torch.float32)
+    resolved["out_dtype"] = _y_dtype(op, x, gate, weights, attributes)
+    if op.normed:
+        resolved["eps"] = reference.resolve_eps(resolved["eps"], compute_dtype)
+    dtypes = [value for name, value in resolved.items() if name.endswith("_dtype")]
+    group = resolved.get("group", 0)
+    if _unfit(x, gate, weights, compute_dtype=compute_dtype, dtypes=dtypes, group=group):
+        return _plain_forward(op, x, gate, weights, attributes)
+    found = getattr(launch, op.name)(x, gate, *weights, **resolved)
+    y, rstd = found if op.normed else (found, None)
+    return layout.fit_to(y, _layout_formula(op, attributes), x, gate), rstd
+
+
+def _unfit(x: Tensor, gate: Tensor, weights: _Weights, **more) -> str | None:
+    return _launch().unfit({"input": x, "gate": gate}, dict(zip(["weight"], weights)), **more)
+
+
+def _y_dtype(op, x, gate, weights, attributes) -> torch.dtype:
+    """The dtype of y, by the promotion that the formula goes through."""
+    dtypes = tuple(None if t is None else t.dtype for t in (x, gate, *weights))
+    return _y_dtype_of(op, dtypes, tuple(attributes.items()))
+
+
+@functools.lru_cache(1024)
+def _y_dtype_of(op: _Op, dtypes: tuple, attributes: tuple) -> torch.dtype:
+    one = [
+        None if dtype is None else torch.empty(1, dtype=dtype, device="meta") for dtype in dtypes
+    ]
+    x, gate, *weights = one
+    return op.formula(x, gate, tuple(weights), dict(attributes) | op.one_group)[0].dtype
+
+
+def _launch() -> ModuleType:
+    # Triton is imported with it, so not before a kernel is wanted.
+    from fxfuse.kernels import gate_launch
+
+    return gate_launch
 
 
 def _backward_by(op: _Op, run):
@@ -339,8 +385,19 @@ def _cpu_backward(op, *operands):
     return _plain_backward(op, *operands, formulas=compiled)
 
 
-def _triton_backward(op, *operands):
-    return _plain_backward(op, *operands)
+def _triton_backward(op, dys, x, gate, weights, rstd, dres, attributes):
+    launch = _launch()
+    resolved = op.resolve_backward(x, gate, attributes)
+    compute_dtype = torch.float32 if rstd is None else rstd.dtype
+    dtypes = [value for name, value in resolved.items() if name.endswith("_dtype")]
+    more = {"compute_dtype": compute_dtype, "dtypes": dtypes, "group": resolved.get("group", 0)}
+    gradients = dys if dres is None else [*dys, dres]
+    if any(t.dtype not in launch.DTYPES for t in gradients) or _unfit(x, gate, weights, **more):
+        return _plain_backward(op, dys, x, gate, weights, rstd, dres, attributes)
+    dys = reference.at_most(launch.MAX_GRADIENTS, dys)
+    backward = getattr(launch, f"{op.name}_backward")
+    dx, dgate, *dweights = backward(dys, x, gate, *op.more(weights, rstd, dres), **resolved)
+    return layout.fit(dx, x), layout.fit(dgate, gate), *dweights
 
 
 _FORWARD = {

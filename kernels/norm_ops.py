@@ -321,9 +321,7 @@ def _triton_backward(dys, h, weight, rstd, dres, *, weight_offset=0.0, need_dwei
         h, None, weight, compute_dtype=rstd.dtype, unit_dtype=None
     ):
         return _plain_backward(dys, h, weight, rstd, dres, **attributes)
-    spare = len(dys) - launch.MAX_GRADIENTS
-    if spare > 0:
-        dys = [reference.sum_gradients(dys[: spare + 1]), *dys[spare + 1 :]]
+    dys = reference.at_most(launch.MAX_GRADIENTS, dys)
     dh, dweight = launch.backward(dys, h, weight, rstd, dres, **attributes)
     return dh, or_empty(dweight, h, weight)
 

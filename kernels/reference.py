@@ -143,6 +143,12 @@ def sum_gradients(dys: Sequence[Tensor]) -> Tensor:
     return total
 
 
+def at_most(count: int, dys: Sequence[Tensor]) -> Sequence[Tensor]:
+    """`dys` with the first of them added up, so that `count` are left."""
+    spare = len(dys) - count
+    return [sum_gradients(dys[: spare + 1]), *dys[spare + 1 :]] if spare > 0 else dys
+
+
 def sum_rows(t: Tensor) -> Tensor:
     """The sum [N] of the rows of `t` [..., N], with the error of a tree of additions at most.
 

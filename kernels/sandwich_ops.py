@@ -192,7 +192,33 @@ def _cpu_forward(x, residual, weight1, weight2, attributes):
 
 
 def _triton_forward(x, residual, weight1, weight2, attributes):
-    return _plain_forward(x, residual, weight1, weight2, attributes)
+    launch = _launch()
+    resolved = _resolve(x, residual, weight1, attributes)
+    compute_dtypes = [resolved.pop(f"compute_dtype{i}") for i in (1, 2)]
+    first, second = _norms(attributes)
+    h_dtype = torch.promote_types(residual.dtype, y_dtype(x.dtype, weight1, first))
+    resolved["out_dtype"] = y_dtype(h_dtype, weight2, second)
+    for i, compute_dtype in enumerate(compute_dtypes, 1):
+        resolved[f"eps{i}"] = reference.resolve_eps(resolved[f"eps{i}"], compute_dtype)
+    reason = launch.unfit(
+        {"input": x, "residual": residual},
+        {"weight1": weight1, "weight2": weight2},
+        compute_dtype=functools.reduce(torch.promote_types, compute_dtypes),
+        dtypes=[h_dtype, *(v for name, v in resolved.items() if "_dtype" in name)],
+    )
+    if reason is not None:
+        return _plain_forward(x, residual, weight1, weight2, attributes)
+    y, h, *rstds = launch.rms_norm_add_rms_norm(
+        x, residual, weight1, weight2, h_dtype=h_dtype, **resolved
+    )
+    return *_fit(y, h, x, residual, attributes), *rstds
+
+
+def _launch() -> ModuleType:
+    # Triton is imported with it, so not before a kernel is wanted.
+    from fxfuse.kernels import sandwich_launch
+
+    return sandwich_launch
 
 
 def _backward_by(run):
@@ -225,8 +251,21 @@ def _cpu_backward(*operands, **attributes):
     return _plain_backward(*operands, **attributes, formulas=compiled)
 
 
-def _triton_backward(*operands, **attributes):
-    return _plain_backward(*operands, **attributes)
+def _triton_backward(dys, x, h, weight1, weight2, rstd1, rstd2, dres, **attributes):
+    launch = _launch()
+    attributes = {"weight_offset1": 0.0, "weight_offset2": 0.0, **attributes}
+    gradients = dys if dres is None else [*dys, dres]
+    fits = all(t.dtype in launch.DTYPES for t in gradients) and not launch.unfit(
+        {"input": x, "sum": h},
+        {"weight1": weight1, "weight2": weight2},
+        compute_dtype=torch.promote_types(rstd1.dtype, rstd2.dtype),
+    )
+    more = (x, h, weight1, weight2, rstd1, rstd2, dres)
+    if not fits:
+        return _plain_backward(dys, *more, **attributes)
+    dys = reference.at_most(launch.MAX_GRADIENTS, dys)
+    dx, dh, *dweights = launch.rms_norm_add_rms_norm_backward(dys, *more, **attributes)
+    return layout.fit(dx, x), layout.fit(dh, h), *dweights
 
 
 _OPERANDS = "Tensor x, Tensor residual, Tensor? weight1, Tensor? weight2"

@@ -8,7 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fxfuse.kernels import gate_launch as kernels, gate_reference, rms_norm_launch, rows
+from fxfuse.kernels import (
+    gate_launch as kernels,
+    gate_reference,
+    rms_norm_launch,
+    rows,
+)
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 DTYPES = (FP32, FP16, BF16)
@@ -149,9 +154,12 @@ def gate_norm(x, gate, weight, *, group=0, offset=0.0, **given):
     return kernels.silu_gate_rms_norm(x, gate, weight, group=group, weight_offset=offset, **given)
 
 
+UNROUNDED = dict(sigmoid_dtype=None, silu_dtype=None, gated_dtype=None)
+
+
 def gate_norm_backward(dys, x, gate, weight, *, group=0, offset=0.0, need_dweight=True):
     _, rstd = gate_before(x.double(), gate.double(), None, group)
-    attributes = dict(group=group, weight_offset=offset, need_dweight=need_dweight)
+    attributes = dict(group=group, weight_offset=offset, need_dweight=need_dweight, **UNROUNDED)
     return kernels.silu_gate_rms_norm_backward(dys, x, gate, weight, rstd.float(), **attributes)
 
 
@@ -487,6 +495,22 @@ def test_more_and_fewer_dimensions():
     assert torch.equal(one[8], y[0, 0])
 
 
+@pytest.mark.parametrize("N, group", ((1, 0), (96, 32), (8200, 0)))
+@pytest.mark.parametrize("between", ("sigmoid_dtype", "silu_dtype", "gated_dtype"))
+def test_the_backward_rounds_the_product_as_the_forward(N, group, between):
+    """In columns whose gradient cancels, the rounding of another product would be all there is."""
+    x, gate, dy = (normal(3, N, dtype=FP16, seed=seed) for seed in (1, 2, 3))
+    rounded = {**UNROUNDED, between: FP16}
+    given = dict(group=group, eps=EPS, compute_dtype=FP32)
+    _, rstd = gate_reference.silu_gate_rms_norm(x, gate, None, **given, **rounded)
+    attributes = dict(group=group, weight_offset=0.0, need_dweight=False, **rounded)
+    operands = [dy], x, gate, None, rstd
+    ours = kernels.silu_gate_rms_norm_backward(*operands, **attributes)
+    expected = gate_reference.silu_gate_rms_norm_bwd(*operands, **attributes)
+    for got, want in zip(ours[:2], expected[:2]):
+        torch.testing.assert_close(got, want, rtol=2e-3, atol=2e-5)
+
+
 @pytest.mark.parametrize("shape", ((0, 96), (3, 0), (2, 0, 64)))
 def test_empty(shape, launches):
     x, weight = torch.empty(shape), normal(shape[-1])
@@ -499,9 +523,10 @@ def test_empty(shape, launches):
     assert y.shape == shape and rstd.shape[:-1] == shape[:-1]
     given = dict(weight_offset=0.0, need_dweight=True)
     operands = [x], x, x, weight
+    grouped = dict(group=group, **UNROUNDED)
     for dx, dgate, dweight in (
         kernels.rms_norm_silu_gate_backward(*operands, rstd[..., 0], None, **given),
-        kernels.silu_gate_rms_norm_backward(*operands, rstd, group=group, **given),
+        kernels.silu_gate_rms_norm_backward(*operands, rstd, **grouped, **given),
     ):
         assert dx.shape == dgate.shape == shape
         assert torch.equal(dweight, torch.zeros_like(weight))

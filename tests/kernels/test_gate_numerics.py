@@ -158,8 +158,15 @@ PAIRS = [
 ]  # fmt: skip
 GROUPED = [mamba(4, False), mamba(2, True)]
 SANDWICHES = (gemma, glm)
-# A chain of roundings may move an element by a step at each of them.
-STEPS = {native_weight: 3, rounded_first: 3, zero_centred: 2, no_weight: 2}
+# A chain of roundings may move an element by a step at each of them; 1 for those not listed.
+STEPS = {
+    native_weight: 3,
+    rounded_first: 3,
+    zero_centred: 2,
+    no_weight: 2,
+    GROUPED[0][0]: 2,
+    PAIRS[7][0]: 2,
+}
 
 
 def operands(shape, dtype, strided):
