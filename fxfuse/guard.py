@@ -63,13 +63,14 @@ class Guards:
         """`source` and casts of it that do nothing, which a tracer may have put in its place."""
         found = [source]
         for node in found:
-            found += [u for u in node.users if self._does_nothing(u, source)]
+            found += [u for u in node.users if self._does_nothing(u, node)]
         return found
 
     def _does_nothing(self, node: fx.Node, source: fx.Node) -> bool:
-        dtype = self.view.facts.dtype(node)
-        cast = self.view.term(node).word in ("cast", "same") and node.args[:1] != ()
-        return cast and dtype is not None and dtype == self.view.facts.dtype(source)
+        """Whether a node is a cast of `source`, which may also be asked for its dtype alone."""
+        term, dtype = self.view.term(node), self.view.facts.dtype(node)
+        casts = term.word in ("cast", "same") and term.args[0] is source
+        return casts and dtype is not None and dtype == self.view.facts.dtype(source)
 
     def _only_reads(self, node: fx.Node) -> bool:
         """Whether nobody can write to an operand of `node` through it or its results."""
@@ -125,7 +126,7 @@ class Guards:
         later = [w for w in self._writes if w.node not in covered and site.nodes[0] < w.node]
         if not later:
             return None
-        saved = self._roots(*(site.outputs[1:] or site.inputs), *site.inputs[2:])
+        saved = self._roots(*site.saved)
         saved |= {self.view.memory.root_of(p.target) for p in site.parameters}
         read = saved | self._roots(*site.inputs, *(i for n in first for i in n.all_input_nodes))
         read |= self._roots(*first, *(covered - {site.root}))

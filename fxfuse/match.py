@@ -85,6 +85,7 @@ class Call:
     root: int | None = 0
     like: fx.Node | None = None
     fork: Fork | None = None
+    saves: tuple | None = None
 
     @property
     def operands(self) -> tuple[fx.Node | Attr, ...]:
@@ -142,6 +143,7 @@ class Bound:
         root: int | None = 0,
         like: fx.Node | None = None,
         fork: Fork | None = None,
+        saves: tuple | None = None,
         **kwargs: object,
     ) -> Call:
         """The op to put there: always an overload, since a Python function would miss every cache.
@@ -150,9 +152,10 @@ class Bound:
         match, the others are names that the pattern keeps; a name that is not bound is a result
         that nobody uses. root None: the last node is itself a call with the same results. like: the
         call that this one makes larger, with the metadata of the results. fork: the op to take
-        where x is read after the match.
+        where x is read after the match. saves: the operands that the op keeps for its backward,
+        None for all; it keeps its results besides the one at `root` in any case.
         """
-        return Call(op, args, kwargs, outputs, root, like, fork)
+        return Call(op, args, kwargs, outputs, root, like, fork, saves)
 
     def decline(self, reason: str) -> Decline:
         return Decline(reason)

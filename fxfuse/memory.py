@@ -24,11 +24,16 @@ _ALLOCATING_FUNCTIONS = {
     torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.cat, torch.stack, torch.mean, torch.sum,
     torch.sqrt, torch.rsqrt, torch.square, torch.sigmoid, torch.tanh, torch.rms_norm,
     torch.layer_norm, torch.softmax, torch.exp, torch.where, F.linear, F.embedding, F.silu, F.gelu,
-    F.softmax, F.layer_norm, F.rms_norm, F.scaled_dot_product_attention,
+    F.softmax, F.layer_norm, F.rms_norm, F.scaled_dot_product_attention, F.one_hot,
+    torch.empty, torch.zeros, torch.ones, torch.full, torch.arange, torch.empty_like,
+    torch.zeros_like, torch.ones_like, torch.full_like, torch.argsort, torch.sort, torch.topk,
+    torch.cumsum, torch.gather, torch.index_select, torch.bincount, torch.histc, torch.clone,
 }  # fmt: skip
 _ALLOCATING_METHODS = {
     "add", "sub", "mul", "div", "pow", "neg", "matmul", "mean", "sum", "sqrt", "rsqrt", "square",
-    "sigmoid", "tanh", "softmax", "exp", "clone", "rsub", "bmm", "mm",
+    "sigmoid", "tanh", "softmax", "exp", "clone", "rsub", "bmm", "mm", "argsort", "sort", "topk",
+    "cumsum", "gather", "index_select", "new_empty", "new_zeros", "new_ones", "new_full",
+    "scatter", "scatter_add", "index_add", "masked_fill", "repeat",
 }  # fmt: skip
 _ALLOCATING_MODULES = (torch.nn.Linear, torch.nn.Embedding, torch.nn.RMSNorm, torch.nn.LayerNorm)
 
@@ -62,6 +67,8 @@ class Memory:
         target = node.target
         if isinstance(target, torch._ops.OpOverload):
             return not any(r.alias_info for r in target._schema.returns)
+        if target is operator.getitem and node.op == "call_function":
+            return self._picks(node.args[1])
         if node.op == "call_function":
             return target in _ALLOCATING_FUNCTIONS
         if node.op == "call_method":
@@ -69,6 +76,15 @@ class Memory:
         if node.op == "call_module":
             return isinstance(self.graph_module.get_submodule(target), _ALLOCATING_MODULES)
         return False
+
+    def _picks(self, index: object) -> bool:
+        """True if an index holds a tensor of indices, so that what it picks is copied.
+
+        A tensor of no dimension counts as a number, with which indexing returns a view.
+        """
+        items = index if isinstance(index, tuple) else (index,)
+        values = [self.facts.value(i) for i in items if isinstance(i, fx.Node)]
+        return any(v is not None and v.dim() > 0 for v in values)
 
     def roots(self, node: fx.Node) -> frozenset[Hashable]:
         """The roots whose memory a node's value may lie in."""

@@ -26,15 +26,16 @@ class Site:
 
     nodes: what the op replaces, in graph order; they can be erased. inputs: the nodes that the op
     reads, and parameters what it reads of leaf modules. outputs: the nodes whose values it returns;
-    the root, the last node, is the first of them. results: which result of the op each output is,
-    or None where the op has one result or is to stand for the root as a whole. views: how results
-    come back, by their number, where not as they are.
+    the root, the last node, is the first of them. saved: what it keeps for its backward. results:
+    which result of the op each output is, or None where the op has one result or is to stand for
+    the root as a whole. views: how results come back, by their number, where not as they are.
     """
 
     nodes: tuple[fx.Node, ...]
     inputs: tuple[fx.Node, ...]
     parameters: tuple[Attr, ...]
     outputs: tuple[fx.Node, ...]
+    saved: tuple[fx.Node, ...]
     results: tuple[int, ...] | None
     views: dict[int, Viewed]
 
@@ -62,7 +63,16 @@ def site(b: Bound, call: Call) -> Site:
         alive |= stay
     helpers = {u for n in (*covered, *alive) for u in n.users if _is_helper(u, covered)}
     parameters = tuple(a for a in operands if isinstance(a, Attr))
-    return Site(tuple(sorted(covered | helpers)), inputs, parameters, outputs, results, views)
+    saved = inputs if call.saves is None else [a for a in call.saves if isinstance(a, fx.Node)]
+    return Site(
+        nodes=tuple(sorted(covered | helpers)),
+        inputs=inputs,
+        parameters=parameters,
+        outputs=outputs,
+        saved=(*saved, *outputs[1:]),
+        results=results,
+        views=views,
+    )
 
 
 def _outputs(b: Bound, call: Call) -> tuple[tuple[fx.Node, ...], tuple[int, ...] | None]:
@@ -85,9 +95,12 @@ def _can_stay(view: View, node: fx.Node, alive: set[fx.Node], covered: set[fx.No
 def _is_plain(view: View, node: fx.Node, alive: set[fx.Node], covered: set[fx.Node]) -> bool:
     if node in alive:
         return True
-    if node not in covered or view.term(node).word not in _PLAIN_WORDS:
+    term = view.term(node)
+    if node not in covered or term.word not in _PLAIN_WORDS:
         return False
-    return all(_is_plain(view, source, alive, covered) for source in node.all_input_nodes)
+    # a cast may read another tensor for its dtype alone
+    sources = term.args if term.word in ("cast", "same") else node.all_input_nodes
+    return all(_is_plain(view, source, alive, covered) for source in sources)
 
 
 def _is_helper(node: fx.Node, covered: set[fx.Node]) -> bool:

@@ -27,7 +27,9 @@ def build(b: Bound) -> Call | Decline | None:
     if rstd:
         op = ops.add_rms_norm_fwd.default
         return b.call(op, *operands, outputs=("y", "h", rstd), **attributes)
-    return b.call(ops.add_rms_norm.default, *operands, outputs=("y", "h"), **attributes)
+    return b.call(
+        ops.add_rms_norm.default, *operands, outputs=("y", "h"), saves=(norm.weight,), **attributes
+    )
 
 
 def add_problem(b: Bound, branch: str, residual: str) -> str | None:

@@ -216,3 +216,13 @@ def test_an_earlier_reader_keeps_the_input():
 
     report, _ = fuse(model, rows(), torch.rand(WIDTH))
     assert report.counts == {"rms_norm": 1}
+
+
+def test_a_tensor_that_is_asked_for_its_dtype_is_not_handed_on():
+    def model(x, w):
+        y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * w
+        return y.type_as(x) * 2.0
+
+    report, gm = fuse(model, rows(), torch.rand(WIDTH))
+    assert report.counts == {"rms_norm": 1} and not forks(gm)
+    torch.testing.assert_close(gm(rows(), torch.ones(WIDTH)), model(rows(), torch.ones(WIDTH)))
