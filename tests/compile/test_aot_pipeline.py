@@ -144,6 +144,8 @@ def test_a_block_fuses_in_both_graphs(norm, partition, dtype, backward):
         "backward": backward,
     }
     assert not compilers.reasons
+    for target in (aten.rsqrt.default, aten.mean.dim, aten.pow.Tensor_Scalar):
+        assert not any(calls_of(gm, target) for gm in compilers.graphs.values())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -209,8 +211,7 @@ def test_norms_that_the_backward_graph_computes_again():
 # ---- near misses ---------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def backward_graph() -> fx.GraphModule:
+def backward_of(partition: str) -> fx.GraphModule:
     """The backward graph of one norm, before anything is fused in it."""
     kept = []
 
@@ -223,10 +224,15 @@ def backward_graph() -> fx.GraphModule:
         model,
         fw_compiler=lambda gm, _: make_boxed_func(gm),
         bw_compiler=keep,
-        partition_fn=min_cut_rematerialization_partition,
+        partition_fn=PARTITIONS[partition],
     )
     run(call, model, inputs(torch.float32)[0])
     return kept[0]
+
+
+@pytest.fixture(scope="module")
+def backward_graph() -> fx.GraphModule:
+    return backward_of("min_cut")
 
 
 def copied(gm: fx.GraphModule) -> fx.GraphModule:
@@ -305,6 +311,16 @@ def test_a_dweight_that_is_summed_otherwise_stays(backward_graph):
     assert fxfuse.apply(gm).meta["fxfuse"].counts == {"backward_rms_norm": 1}
     assert not backward_calls(gm)[0].kwargs["need_dweight"]
     assert len(calls_of(gm, aten.sum.dim_IntList)) == 1
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_two_inputs_are_one_rstd_only_where_they_share_memory(same):
+    """default_partition saves rstd and an alias of it."""
+    gm = backward_of("default")
+    (alias,) = (n for n in gm.graph.nodes if n.op == "placeholder" and n.name.startswith("detach"))
+    if not same:
+        alias.meta["val"] = alias.meta["val"].clone()
+    assert fxfuse.apply(gm).meta["fxfuse"].modified == same
 
 
 def test_a_graph_that_autograd_will_see_keeps_ops_with_gradients():

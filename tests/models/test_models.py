@@ -93,16 +93,20 @@ def test_t5_has_its_norms():
     assert report.counts == {"add_rms_norm": 10, "rms_norm": 2, "backward_add_rms_norm": 2}
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "mamba2", "qwen3_next"])
-def test_training_step_equals_eager(kind):
+@pytest.mark.parametrize(
+    ("kind", "inner"),
+    [
+        ("llama", "aot_eager"), ("gemma3_text", "aot_eager"), ("mamba2", "aot_eager"),
+        ("qwen3_next", "eager"),  # PyTorch's own aot_eager fails on this model
+    ],
+)  # fmt: skip
+def test_training_step_equals_eager(kind, inner):
     config = next(c for k, c, *_ in MODELS if k == kind)
     results = []
     for compile_it in (False, True):
         model = build(kind, config).train()
         torch._dynamo.reset()
-        call = (
-            torch.compile(model, backend=fxfuse.make_backend("aot_eager")) if compile_it else model
-        )
+        call = torch.compile(model, backend=fxfuse.make_backend(inner)) if compile_it else model
         loss = call(input_ids=tokens(), labels=tokens(), use_cache=False).loss
         loss.backward()
         results.append([loss.detach(), *(p.grad for p in model.parameters())])
