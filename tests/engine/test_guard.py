@@ -385,3 +385,43 @@ def test_symbolic_rows_add_no_guard():
         args = inputs((rows, N), (rows, N), (N,))
         torch.testing.assert_close(compiled(*args), model(*args))
     assert counter.frame_count == 1
+
+
+def test_what_the_sandwich_saves_is_written_later():
+    """Its backward needs x, which is no output of it."""
+
+    def model(x, r, w):
+        x = (x * 1.0).clone()
+        h = r + rms(x, w)
+        y = rms(h, w)
+        x.mul_(2.0)
+        return y, h
+
+    report = check(model, inputs())
+    assert report.counts == {"add_rms_norm": 1}
+    assert "clone, which it reads or aliases, is written by mul_" in reasons(report)
+
+
+def test_rows_picked_by_a_tensor_of_indices_are_copies():
+    def model(x, order):
+        picked = x[order]
+        y = rms(picked)
+        x.mul_(2.0)
+        return y, x
+
+    report = check(model, [*inputs((4, N)), torch.tensor([2, 0, 1])])
+    assert report.counts == {"rms_norm": 1}
+
+
+def test_a_row_picked_by_what_may_be_a_number_is_taken_for_a_view():
+    def model(x, index):
+        picked = x[index]
+        y = rms(picked)
+        x.mul_(2.0)
+        return y, x
+
+    gm = fxfuse.apply(fx.symbolic_trace(model))
+    assert gm.meta["fxfuse"].counts == {}
+    x = inputs((4, N))[0]
+    for got, want in zip(gm(x.clone(), 1), model(x.clone(), 1)):
+        torch.testing.assert_close(got, want)
