@@ -16,7 +16,7 @@ aten = torch.ops.aten
 _CHECKS = {aten._assert_tensor_metadata.default}
 _VIEWS_OF_TRACERS = {aten.detach.default, aten.alias.default}
 # What is plain to compute again from its operands, next to an op that returns none of it.
-_PLAIN_WORDS = {"add", "cast", "detach", "mul", "same"}
+_PLAIN_WORDS = {"add", "cast", "detach", "mul", "power", "same"}
 _MOVABLE_WORDS = {"add", "mul", "div", "cast", "square", "mean", "sum", "rsqrt", "sqrt"}
 
 

@@ -35,12 +35,14 @@ def build(b: Bound) -> Call | None:
     """The gradients of an RMSNorm's input and weight, in one kernel."""
     if not b.facts.after_autograd:
         return None
-    for norm in _norms(b):
-        parts = _parts(b, b.total, norm)
-        if _adds_up(b, norm, parts.products) and _fits(b, norm, parts.rest):
-            b.nodes.extend((*norm.nodes, *parts.nodes))
-            return _call(b, norm, parts.rest)
-    return None
+    found = [(norm, _parts(b, b.total, norm)) for norm in _norms(b)]
+    found = [(n, p) for n, p in found if _adds_up(b, n, p.products) and _fits(b, n, p.rest)]
+    if not found:
+        return None
+    # Of several norms of one tensor the one whose gradient was added last.
+    norm, parts = min(found, key=lambda pair: len(pair[1].rest))
+    b.nodes.extend((*norm.nodes, *parts.nodes))
+    return _call(b, norm, parts.rest)
 
 
 def _call(b: Bound, norm: _Norm, rest: list[fx.Node]) -> Call:
