@@ -6,6 +6,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from dataclasses import replace
 
 import torch
 from torch import fx
@@ -13,6 +14,7 @@ from torch import fx
 from fxfuse import options as option_keys, policy as policies, registry, stored
 from fxfuse.errors import BadOption
 from fxfuse.match import Fusion
+from fxfuse.options import Settings
 from fxfuse.report import Report
 from fxfuse.rewrite import rewrite
 from fxfuse.session import Session
@@ -21,6 +23,7 @@ log = logging.getLogger("fxfuse")
 _recording: ContextVar[tuple[list[Report], ...]] = ContextVar("fxfuse_recording", default=())
 _POST_GRAD = "post_grad_custom_pre_pass"
 _PRE_GRAD = "pre_grad_custom_pass"
+_TIMING = "pre_grad_pass_timing"
 
 Inner = str | Callable
 Patterns = Iterable[str | Fusion] | str | None
@@ -82,7 +85,7 @@ def backend(
     "fxfuse.patterns", "fxfuse.target"), all others are Inductor's.
     Raises UnknownOption, BadOption, UnknownPattern.
     """
-    return _compile(gm, example_inputs, "inductor", {}, mode, options)
+    return _compile(gm, example_inputs, "inductor", Settings(), mode, options)
 
 
 def make_backend(
@@ -108,31 +111,44 @@ def make_backend(
         mode: str | None = None,
         options: Mapping[str, object] | None = None,
     ) -> Callable:
-        ours = {"patterns": chosen, "policy": policy}
-        return _compile(gm, example_inputs, inner, ours, mode, options)
+        settings = Settings(policy, chosen)
+        return _compile(gm, example_inputs, inner, settings, mode, options)
 
     return fxfuse_backend
 
 
-def _compile(gm, example_inputs, inner, ours, mode, options) -> Callable:
+def _compile(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[object],
+    inner: Inner,
+    settings: Settings,
+    mode: str | None,
+    options: Mapping[str, object] | None,
+) -> Callable:
     given, others = option_keys.split(options)
-    inductor = inner == "inductor"
-    if not inductor and (others or mode):
+    if inner != "inductor" and (others or mode):
         what = ", ".join(others) if others else f"mode={mode!r}"
         expected = f"the inner backend {inner!r} takes no options; leave it out"
         raise BadOption(option=what, value=others or mode, expected=expected)
-    settings = {**ours, **given}
-    told = Session(stored.key_of(gm, sorted(map(str, settings.items()))), _publisher())
-    report = rewrite(gm, **settings, compiled=inductor)
-    after = {k: v for k, v in settings.items() if k != "target"}, lambda key: told
-    if inductor:
+    settings = replace(settings, **given)
+    key = stored.key_of(gm, settings.identity)
+    told = Session(key, _publisher(), cached=inner == "inductor")
+    report = rewrite(
+        gm,
+        patterns=settings.patterns,
+        policy=settings.policy,
+        target=settings.target,
+        compiled=inner == "inductor",
+    )
+    after = (settings, lambda key: told) if report.modified else None
+    if inner == "inductor":
         patches = {**_mode_options(mode), **others}
-        if report.modified:
+        if after:
             patches[_POST_GRAD] = _after_autograd(patches, *after)
-        inductor_backend = torch._dynamo.lookup_backend("inductor")
-        compiled = inductor_backend(gm, example_inputs, config_patches=patches)
+        inductor = torch._dynamo.lookup_backend("inductor")
+        compiled = inductor(gm, example_inputs, config_patches=patches)
     else:
-        compiled = _other(inner, after if report.modified else None)(gm, example_inputs)
+        compiled = _other(inner, after)(gm, example_inputs)
     told.first(report)
     return compiled
 
@@ -150,7 +166,7 @@ def _mode_options(mode: str | None) -> dict[str, object]:
     return torch._inductor.list_mode_options(mode) if mode else {}
 
 
-def _after_autograd(patches: Mapping[str, object], settings: dict, find: Callable) -> Callable:
+def _after_autograd(patches: Mapping[str, object], settings: Settings, find: Callable) -> Callable:
     """The hook of both our passes after autograd, behind one that is set already."""
     from fxfuse.hooks import FuseAfterAutograd, Sequenced
     from fxfuse.roundings import KeepRoundings
@@ -179,9 +195,16 @@ def inductor_options(
     """
     from fxfuse.hooks import FuseBeforeAutograd, Sequenced
 
-    policies.check(policy)
+    settings = Settings(policies.check(policy))
     found, sessions = dict(base or {}), {}
-    fuse = FuseBeforeAutograd(policy, _publisher, sessions)
+    fuse = FuseBeforeAutograd(settings, _publisher, sessions)
     before = Sequenced([*_set_before(found, _PRE_GRAD), fuse])
-    after = _after_autograd(found, {"policy": policy}, sessions.get)
-    return {**found, _PRE_GRAD: before, _POST_GRAD: after}
+    after = _after_autograd(found, settings, sessions.get)
+    return {**_every_time(), **found, _PRE_GRAD: before, _POST_GRAD: after}
+
+
+def _every_time() -> dict[str, object]:
+    """Newer Inductors leave hooks out where their cache hits, and with them the report."""
+    from torch._inductor import config
+
+    return {_TIMING: "early"} if hasattr(config, _TIMING) else {}

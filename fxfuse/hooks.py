@@ -9,6 +9,7 @@ from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from fxfuse import session, stored
+from fxfuse.options import Settings
 from fxfuse.report import Report
 from fxfuse.rewrite import rewrite
 from fxfuse.roundings import source_hash
@@ -24,35 +25,35 @@ class FuseBeforeAutograd(CustomGraphPass):
 
     def __init__(
         self,
-        policy: str,
+        settings: Settings,
         publisher: Callable[[], Callable[[Report], None]],
         sessions: dict[str, Session],
     ) -> None:
-        self.policy, self.publisher, self.sessions = policy, publisher, sessions
+        self.settings, self.publisher, self.sessions = settings, publisher, sessions
 
     def __call__(self, graph: fx.Graph) -> None:
         gm = graph.owning_module
         if gm is not None:
-            key = stored.key_of(gm, self.policy)
-            report = rewrite(gm, policy=self.policy, compiled=True)
+            key = stored.key_of(gm, self.settings.identity)
+            report = rewrite(gm, policy=self.settings.policy, compiled=True)
             session.mark(gm, key)
             self.sessions[key] = Session(key, self.publisher())
             self.sessions[key].first(report)
 
     def uuid(self) -> str:
-        return f"fxfuse before autograd, {self.policy} {source_hash()}"
+        return f"fxfuse before autograd, {self.settings.identity} {source_hash()}"
 
 
 class FuseAfterAutograd(CustomGraphPass):
     """A `post_grad_custom_pre_pass` for backward graphs: what autograd put around our backward ops.
 
-    settings: `patterns` and `policy` of the rewrite. session: the session of a key that was left in
+    session: the session of a key that was left in
     the graph, or None where it left none.
     """
 
     def __init__(
         self,
-        settings: dict[str, object],
+        settings: Settings,
         session: Callable[[str | None], Session | None],
     ) -> None:
         self.settings, self.session = settings, session
@@ -63,22 +64,29 @@ class FuseAfterAutograd(CustomGraphPass):
             fuse_after_autograd(gm, self.settings, self.session)
 
     def uuid(self) -> str:
-        return f"fxfuse after autograd, {sorted(map(str, self.settings.items()))} {source_hash()}"
+        return f"fxfuse after autograd, {self.settings.identity} {source_hash()}"
 
 
 def fuse_after_autograd(
     gm: fx.GraphModule,
-    settings: dict[str, object],
+    settings: Settings,
     find: Callable[[str | None], Session | None],
 ) -> None:
     """Apply the backward patterns and tell the session of the graph."""
-    report = rewrite(gm, **settings, compiled=True, backward_only=True)
+    report = rewrite(
+        gm,
+        patterns=settings.patterns,
+        policy=settings.policy,
+        target=settings.target,
+        compiled=True,
+        backward_only=True,
+    )
     told = find(session.key_in(gm.graph))
     if told is not None:
         told.later(report)
 
 
-def aot_eager(settings: dict[str, object], find: Callable) -> Callable:
+def aot_eager(settings: Settings, find: Callable) -> Callable:
     """PyTorch's backend of this name, with the backward patterns on its backward graphs.
 
     Private PyTorch interface, tried on torch 2.10 to 2.14.

@@ -1,17 +1,37 @@
-"""Options of `torch.compile(options=...)`: keys `fxfuse.*` are ours, all others go to Inductor."""
+"""What a user may choose, and the options of `torch.compile(options=...)` that say it.
+
+Keys `fxfuse.*` are ours, all others go to Inductor.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from fxfuse import policy as policies, registry
 from fxfuse.errors import UnknownOption
+from fxfuse.match import Fusion
 
 _OURS = {
     "fxfuse.policy": policies.check,
     "fxfuse.patterns": registry.select,
     "fxfuse.target": policies.check_target,
 }
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How graphs are to be rewritten; patterns None stands for all."""
+
+    policy: str = "auto"
+    patterns: tuple[Fusion, ...] | None = None
+    target: str | None = None
+
+    @property
+    def identity(self) -> str:
+        """The same for the same rewriting, in every process: a part of cache keys."""
+        patterns = map(registry.identity, registry.select(self.patterns))
+        return f"{self.policy} {self.target} {' '.join(patterns)}"
 
 
 def split(options: Mapping[str, object] | None) -> tuple[dict[str, object], dict[str, object]]:
@@ -21,8 +41,7 @@ def split(options: Mapping[str, object] | None) -> tuple[dict[str, object], dict
         if key.startswith("fxfuse."):
             if key not in _OURS:
                 raise UnknownOption(option=key, known=", ".join(sorted(_OURS)))
-            _OURS[key](value)
-            ours[key.removeprefix("fxfuse.")] = value
+            ours[key.removeprefix("fxfuse.")] = _OURS[key](value)
         else:
             others[key] = value
     return ours, others

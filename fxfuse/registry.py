@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import importlib
 import importlib.util
 import pkgutil
@@ -63,6 +65,14 @@ def patterns() -> dict[str, Fusion]:
         for entry in entry_points(group="fxfuse.patterns"):
             entry.load()
     return dict(_KNOWN)
+
+
+@functools.lru_cache(maxsize=256)
+def identity(fusion: Fusion) -> str:
+    """The name of a pattern, with a hash of the file that defines it."""
+    source = Path(fusion.build.__code__.co_filename)
+    text = source.read_bytes() if source.is_file() else b""
+    return f"{fusion.name}:{hashlib.sha256(text).hexdigest()[:16]}"
 
 
 def load_file(path: str | Path) -> list[str]:

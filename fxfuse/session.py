@@ -20,11 +20,12 @@ KEY = "fxfuse_graph"
 class Session:
     """The reports of one graph before autograd and of the graphs that are made of it.
 
-    publish: makes a report known to those who asked for it when the compilation began.
+    publish: makes a report known to those who asked for it when the compilation began. cached:
+    whether the compiler has caches behind which it calls no hook.
     """
 
-    def __init__(self, key: str, publish: Callable[[Report], None]) -> None:
-        self.key, self.publish = key, publish
+    def __init__(self, key: str, publish: Callable[[Report], None], cached: bool = True) -> None:
+        self.key, self.publish, self.cached = key, publish, cached
         self._kept: list[Report] = []
         self._waiting: list[Report] | None = []
         self._hooked = self._told = False
@@ -32,7 +33,7 @@ class Session:
     def first(self, report: Report) -> None:
         """The compiler is done. Not before: it may ask Dynamo to begin again."""
         self.publish(report)
-        found = None if self._hooked else stored.load(self.key)
+        found = stored.load(self.key) if self.cached and not self._hooked else None
         if found is not None:
             self._told = True
             self.publish(found)
@@ -46,7 +47,8 @@ class Session:
         if not (report.matches or report.misses):
             return
         self._kept.append(report)
-        stored.save(self.key, self._kept)
+        if self.cached:
+            stored.save(self.key, self._kept)
         if self._waiting is not None:
             self._waiting.append(report)
         elif not self._told:

@@ -22,7 +22,7 @@ from fxfuse.roundings import source_hash
 log = logging.getLogger("fxfuse")
 
 
-def key_of(gm: fx.GraphModule, *settings: object) -> str:
+def key_of(gm: fx.GraphModule, settings: str) -> str:
     """A name for a graph before autograd, with what decides how it is rewritten."""
     digest = hashlib.sha256(f"{source_hash()} {torch.__version__} {settings}".encode())
     for name, module in gm.named_modules():

@@ -221,7 +221,7 @@ def test_transformers_model():
     ids = torch.randint(64, (1, 16))
     with torch.no_grad():
         report = explain(model, input_ids=ids, use_cache=False)
-    assert report.counts == {"add_rms_norm": 4, "rms_norm": 1}
+    assert report.counts == {"add_rms_norm": 4, "rms_norm": 1, "silu_gate": 2}
     assert report.matches[-1].module == "model.norm" or "model.norm" in {
         m.module for m in report.matches
     }

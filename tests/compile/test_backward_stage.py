@@ -26,7 +26,7 @@ BY_LAYER = {
 }  # fmt: skip
 
 
-def run_script(how: str, cache: Path) -> list[tuple[dict[str, int], float]]:
+def run_script(how: str, cache: Path) -> tuple[list[tuple[dict[str, int], float]], int]:
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "tests.compile.blocks", how]
     ran = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
@@ -37,8 +37,9 @@ def run_script(how: str, cache: Path) -> list[tuple[dict[str, int], float]]:
 @pytest.mark.parametrize("how", ["backend", "hooks"])
 def test_inductor_and_a_second_process(how, tmp_path):
     """The second process finds all it needs in the caches, which call no hook."""
-    for _ in range(2):
-        found = run_script(how, tmp_path)
+    for process in ("first", "second"):
+        found, hits = run_script(how, tmp_path)
+        assert (hits > 0) == (process == "second")
         assert [counts for counts, _ in found] == [BY_BLOCK, BY_LAYER][: len(found)]
         assert max(difference for _, difference in found) < 1e-5
     assert list((tmp_path / "fxfuse").glob("*.json"))

@@ -35,11 +35,5 @@ def test_only_our_forward_half_steps_are_marked():
     assert [name for name, n in nodes.items() if n.meta.get(BARRIER)] == ["ours"]
 
 
-def test_a_pass_that_was_set_runs_first():
-    seen = []
-    KeepRoundings(lambda g: seen.append(any(n.meta.get(BARRIER) for n in g.nodes)))(graph()[0])
-    assert seen == [False]
-
-
 def test_the_sources_are_part_of_the_identity():
     assert source_hash() in KeepRoundings().uuid() and len(source_hash()) == 64

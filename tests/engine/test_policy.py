@@ -9,9 +9,7 @@ from fxfuse import policy
 from fxfuse.errors import BadOption
 
 
-def place(
-    rows, columns, dtype=torch.bfloat16, target="sm_90", compiled=True, pattern="rms_norm"
-):
+def place(rows, columns, dtype=torch.bfloat16, target="sm_90", compiled=True, pattern="rms_norm"):
     value = torch.empty(rows, columns, dtype=dtype, device="meta")
     return policy.place(pattern, [value], compiled, target)
 
