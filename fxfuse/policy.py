@@ -132,10 +132,11 @@ def place(
     values: Sequence[torch.Tensor | None],
     compiled: bool,
     target: str | None,
+    group: int = 0,
 ) -> Place:
     """Where a site will run. values: its result, then all else that it reads or returns.
 
-    A target overrides the device of the values.
+    A target overrides the device of the values. group: columns that are a row of their own.
     """
     known = [v for v in values if v is not None]
     kind = "cpu" if not known or known[0].device.type == "cpu" else "gpu"
@@ -149,4 +150,7 @@ def place(
     for size in sizes:
         rows = rows * size if isinstance(size, int) and rows is not None else None
     columns = columns if isinstance(columns, int) else None
+    if group and columns is not None:
+        rows = None if rows is None else rows * (columns // group)
+        columns = group
     return Place(pattern, kind, compiled, rows, columns, half)

@@ -188,7 +188,8 @@ class _Rewrite:
         if fusion.backward and call.like is not None:
             return None  # it makes a backward op larger that is there already
         values = [self.view.facts.value(n) for n in (*where.outputs, *where.inputs)]
-        return policies.place(fusion.name, values, self.compiled, self.target)
+        group = call.kwargs.get("group", 0)
+        return policies.place(fusion.name, values, self.compiled, self.target, group)
 
     def _later_readers(self, call: Call, bound: Bound, where: Site) -> frozenset[fx.Node]:
         """Who can be given the alias of a fork; nobody where no gradient will flow."""

@@ -43,6 +43,8 @@ def test_rows_and_columns():
     on_cpu = policy.place("rms_norm", [x], compiled=False, target=None)
     assert on_cpu == policy.Place("rms_norm", "cpu", False, 6, 4, half=False)
     assert policy.place("rms_norm", [x, None, half], False, None).half
+    grouped = policy.place("silu_gate_rms_norm", [x], True, "sm_90", group=2)
+    assert (grouped.rows, grouped.columns) == (12, 2)
     unknown = policy.place("rms_norm", [None], True, None)
     assert unknown == policy.Place("rms_norm", "cpu", True, None, None, half=False)
     assert policy.place("rms_norm", [None], True, "sm_80").device == "gpu"
