@@ -1,243 +1,239 @@
-"""Check fxfuse's RMSNorm ops on a GPU: numbers against fp64, repeatability, and bandwidth.
+"""Check fxfuse's ops on a GPU: numbers against fp64, repeatability, bandwidth, and whole blocks.
 
-    python scripts/gpu_check.py                                    checks and timings
+    python scripts/gpu_check.py                                    all of it, in under five minutes
     python scripts/gpu_check.py --output scripts/results/NAME.md   the same, kept as Markdown
     python scripts/gpu_check.py --dry-run                          tiny, on the CPU, no kernels
 
-Exit code 1 when a check fails.
+First each op is checked in a process of its own, several at a time, which also compiles all that is
+timed afterwards, one after the other. Exit code 1 when a check fails, or is not reached in time.
 """
 
+from __future__ import annotations
+
 import argparse
+import concurrent.futures
+import json
+import os
 import platform
+import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import gpu_block
+import gpu_numbers
+import gpu_speed
 import torch
+from gpu_cases import CASES
 from tabulate import tabulate
-from torch import Tensor
 
-import fxfuse.kernels.ops  # noqa: F401 (defines the ops)
-
-EPS = 1e-6
-ROWS = (1, 3, 257, 4096)
-WIDTHS = {
-    torch.bfloat16: (64, 96, 128, 512, 1000, 1024, 2880, 4096, 5120, 8192, 16384),
-    torch.float16: (96, 4096),
-    torch.float32: (128, 1000, 4096, 16384),
-}
-TIMED_WIDTHS = (128, 1024, 2048, 4096, 5120, 8192, 16384)
-TIMED_ELEMENTS = 1 << 26
-
-# The relative RMS error against fp64 may be this many times eager's, or so many fp32 steps.
-FACTOR = 1.1
-FACTOR_FP32_DWEIGHT = 2.0
-FP32_STEPS = 4
+SECONDS = 270  # after so many nothing new is begun
+WORKERS, DRY_WORKERS = 9, 2
+SHOWN = 10  # failures of one op
+BLOCK = "block"  # what is prepared for the blocks, beside the ops
 
 
-def fused(x: Tensor, residual: Tensor | None, weight: Tensor) -> tuple[Tensor, ...]:
-    """y, or y and h, from fxfuse's ops; x and residual [M, N], weight [N]."""
-    if residual is None:
-        return (torch.ops.fxfuse.rms_norm(x, weight, eps=EPS, out_dtype="input"),)
-    return torch.ops.fxfuse.add_rms_norm(x, residual, weight, eps=EPS, out_dtype="input")
+@dataclass(frozen=True)
+class Run:
+    """What this run does: where, how large, and since when."""
 
+    dry: bool
+    begin: float = field(default_factory=time.monotonic)
 
-def eager(x: Tensor, residual: Tensor | None, weight: Tensor) -> tuple[Tensor, ...]:
-    """The same from PyTorch's functions."""
-    h = x if residual is None else x + residual
-    y = torch.nn.functional.rms_norm(h, h.shape[-1:], weight, EPS)
-    return (y,) if residual is None else (y, h)
+    @property
+    def device(self) -> str:
+        return "cpu" if self.dry else "cuda"
 
-
-# --- correctness ---------------------------------------------------------------------------
+    @property
+    def left(self) -> float:
+        """Seconds."""
+        return SECONDS - (time.monotonic() - self.begin)
 
 
 @dataclass
-class Inputs:
-    """x, residual or None, dy, dres or None: [M, N]; weight: [N]; all of one dtype."""
+class Part:
+    """One part of the report: its title, Markdown, and what was wrong."""
 
-    x: Tensor
-    residual: Tensor | None
-    weight: Tensor
-    dy: Tensor
-    dres: Tensor | None
+    title: str
+    text: str = ""
+    failures: list[str] = field(default_factory=list)
+    seconds: float = 0.0
 
-    @classmethod
-    def random(cls, M: int, N: int, dtype: torch.dtype, device: str, with_residual: bool):
-        generator = torch.Generator(device).manual_seed(M * 100003 + N)
-
-        def normal(*shape):
-            return torch.randn(*shape, generator=generator, device=device).to(dtype)
-
-        x, dy, weight = normal(M, N), normal(M, N), normal(N)
-        more = (normal(M, N), normal(M, N)) if with_residual else (None, None)
-        return cls(x, more[0], weight, dy, more[1])
-
-    def leaves(self) -> list[Tensor]:
-        return [t for t in (self.x, self.residual, self.weight) if t is not None]
-
-    def gradients(self) -> list[Tensor]:
-        return [t for t in (self.dy, self.dres) if t is not None]
+    def __str__(self) -> str:
+        wrong = "".join(f"* {failure}\n" for failure in self.failures)
+        body = "\n\n".join(t.rstrip() for t in (self.text, wrong) if t)
+        return f"## {self.title}: {self.seconds:.0f} seconds\n\n{body}\n"
 
 
-def run(compute: Callable, inputs: Inputs) -> dict[str, Tensor]:
-    """Outputs and gradients by name."""
-    leaves = [leaf.detach().requires_grad_() for leaf in inputs.leaves()]
-    x, *middle, weight = leaves
-    outputs = compute(x, middle[0] if middle else None, weight)
-    gradients = torch.autograd.grad(outputs, leaves, inputs.gradients())
-    found = dict(zip(("y", "h"), (output.detach() for output in outputs)))
-    return found | {"dx": gradients[0], "dweight": gradients[-1]}
+# --- numbers, in processes of their own ----------------------------------------------------
 
 
-def exact(inputs: Inputs) -> dict[str, Tensor]:
-    """The same in fp64; only the sum h is rounded, as the graph says."""
-    h = inputs.x if inputs.residual is None else inputs.x + inputs.residual
-    leaf = h.double().requires_grad_()
-    weight = inputs.weight.double().requires_grad_()
-    y = leaf * torch.rsqrt(leaf.square().mean(-1, keepdim=True) + EPS) * weight
-    dh, dweight = torch.autograd.grad(y, (leaf, weight), inputs.dy.double())
-    if inputs.dres is not None:
-        dh = dh + inputs.dres.double()
-    found = {"y": y.detach(), "dx": dh, "dweight": dweight}
-    return found if inputs.residual is None else found | {"h": h.double()}
+def numbers(run: Run) -> Part:
+    """Check all ops, and prepare what is timed."""
+    tasks = [BLOCK, *sorted(CASES, key=lambda name: -len(CASES[name].timed))]
+    count = DRY_WORKERS if run.dry else WORKERS
+    shares = [tasks[i::count] for i in range(min(count, len(tasks)))]
+    with concurrent.futures.ThreadPoolExecutor(len(shares)) as pool:
+        found = [
+            one for share in pool.map(lambda names: start(names, run), shares) for one in share
+        ]
+    rows, failures = [], []
+    for one in sorted(found, key=lambda one: tasks.index(one["task"])):
+        wrong = len({text.partition(": ")[0] for text in one["failures"]})
+        passed = f"{one['checks'] - wrong} of {one['checks']}" if one["task"] != BLOCK else ""
+        rows.append({"op": one["task"], "passed": passed, "seconds": one["seconds"]})
+        failures += shown(one["task"], one["failures"])
+    text = "Outputs and gradients against fp64 and plain ops, two runs, rows beside bad rows.\n\n"
+    return Part("Numbers, and compiling", text + table(rows), failures)
 
 
-def distance(found: Tensor, reference: Tensor) -> float:
-    """Relative RMS error."""
-    scale = reference.square().mean().sqrt().clamp_min(torch.finfo(torch.float64).tiny)
-    return ((found.double() - reference).square().mean().sqrt() / scale).item()
+def start(names: list[str], run: Run) -> list[dict]:
+    """What a process finds out about the tasks of these names."""
+    command = [sys.executable, __file__, *(["--dry-run"] if run.dry else []), "--worker", *names]
+    found, ended = [], "not reached in time"
+    try:
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=run.left)
+        lines, ended = done.stdout, f"the process ended with {done.returncode}"
+    except subprocess.TimeoutExpired as error:
+        lines = (error.stdout or b"").decode()
+    found = [json.loads(line) for line in lines.splitlines() if line.startswith("{")]
+    missing = set(names) - {one["task"] for one in found}
+    lost = {"checks": 0, "failures": [ended], "seconds": None}
+    return found + [{"task": name, **lost} for name in missing]
 
 
-def failures_of(inputs: Inputs) -> Iterator[str]:
-    found, again, plain = run(fused, inputs), run(fused, inputs), run(eager, inputs)
-    for name, reference in exact(inputs).items():
-        if found[name].dtype != plain[name].dtype:
-            yield f"{name} is {found[name].dtype}, eager's is {plain[name].dtype}"
-        if not torch.equal(found[name], again[name]):
-            yield f"{name} differs between two runs"
-        error, allowed = distance(found[name], reference), distance(plain[name], reference)
-        allowed *= FACTOR
-        if inputs.x.dtype == torch.float32:
-            allowed *= FACTOR_FP32_DWEIGHT / FACTOR if name == "dweight" else 1.0
-            allowed = max(allowed, FP32_STEPS * torch.finfo(torch.float32).eps)
-        if not error <= allowed:
-            yield f"{name} is {error:.3e} from fp64, allowed are {allowed:.3e}"
+def work(names: list[str], run: Run) -> None:
+    """Check or prepare each, and print what was found as a line of JSON."""
+    for name in names:
+        begin, checks, failures = time.monotonic(), 0, []
+        try:
+            if name == BLOCK:
+                gpu_block.prepare(run.device, run.dry)
+            else:
+                checks, failures = gpu_numbers.check(CASES[name], run.device, run.dry)
+                gpu_speed.prepare(CASES[name], run.device, run.dry)
+        except Exception as error:
+            traceback.print_exc()
+            failures.append(f"preparing: {said(error)}")
+        seconds = round(time.monotonic() - begin, 1)
+        line = {"task": name, "checks": checks, "failures": failures, "seconds": seconds}
+        print(json.dumps(line), flush=True)
 
 
-def check(device: str, dry: bool) -> tuple[int, list[str]]:
-    """The number of checked cases, and what was wrong with them."""
-    count, failures = 0, []
-    for dtype, widths in WIDTHS.items():
-        for N in widths[:3] if dry else widths:
-            for M in ROWS[:3] if dry else ROWS:
-                for with_residual in (False, True):
-                    inputs = Inputs.random(M, N, dtype, device, with_residual)
-                    op = "add_rms_norm" if with_residual else "rms_norm"
-                    label = f"{op} {M}x{N} {str(dtype).removeprefix('torch.')}"
-                    failures += [f"{label}: {text}" for text in failures_of(inputs)]
-                    count += 1
-    return count, failures
+def shown(name: str, failures: list[str]) -> Iterator[str]:
+    yield from (f"{name}, {text}" for text in failures[:SHOWN])
+    if len(failures) > SHOWN:
+        yield f"{name}: {len(failures) - SHOWN} more"
 
 
-# --- bandwidth -----------------------------------------------------------------------------
+# --- times, one after the other ------------------------------------------------------------
 
 
-def milliseconds(call: Callable[[], object], device: str) -> float:
-    """The median time of a call."""
-    if device == "cpu":
-        start = time.perf_counter()
-        call()
-        return (time.perf_counter() - start) * 1e3
-    from triton.testing import do_bench
-
-    return do_bench(call, warmup=25, rep=100, return_mode="median")
-
-
-def measure(compute: Callable, inputs: Inputs, device: str) -> tuple[float, float]:
-    """GB/s of the forward and of the backward with a residual gradient, autograd included.
-
-    The bytes are the least that must move: four tensors [M, N] each way.
-    """
-    smallest = 4 * inputs.x.numel() * inputs.x.element_size() / 1e6
-    leaves = [leaf.detach().requires_grad_() for leaf in inputs.leaves()]
-    outputs = compute(*leaves)
-
-    def backward():
-        return torch.autograd.grad(outputs, leaves, inputs.gradients(), retain_graph=True)
-
-    return (
-        smallest / milliseconds(lambda: compute(*leaves), device),
-        smallest / milliseconds(backward, device),
-    )
+def bandwidths(run: Run) -> Part:
+    part, rows = Part("Bandwidth in bf16"), []
+    for case in CASES.values():
+        for N in gpu_speed.widths(case, run.dry):
+            if run.left < 0:
+                part.failures.append(f"{case.name}, {N} columns: not reached in time")
+                continue
+            try:
+                rows.append(gpu_speed.measure(case, N, run.device, run.dry))
+            except Exception as error:
+                traceback.print_exc()
+                part.failures.append(f"{case.name}, {N} columns: {said(error)}")
+    part.text = (
+        "GB/s by the fewest bytes that must move, medians. The backward gets a gradient for each "
+        "result, autograd included; with three gradients of y and the residual's where there can "
+        "be one it is the inner op. A copy is a kernel with as many reads and writes.\n\n"
+    ) + table(rows)
+    return part
 
 
-def bandwidths(device: str, dry: bool) -> list[dict[str, object]]:
-    rows = []
-    for N in TIMED_WIDTHS[:1] if dry else TIMED_WIDTHS:
-        M = 8 if dry else TIMED_ELEMENTS // N
-        inputs = Inputs.random(M, N, torch.bfloat16, device, with_residual=True)
-        torch.compiler.reset()
-        providers = {"fxfuse": fused, "eager": eager}
-        if not dry:
-            providers["compile"] = torch.compile(eager, dynamic=False)
-        row: dict[str, object] = {"rows": M, "columns": N}
-        for name, compute in providers.items():
-            row[f"{name} forward"], row[f"{name} backward"] = measure(compute, inputs, device)
-        rows.append(dict(sorted(row.items(), key=order)))
-    return rows
-
-
-def order(item: tuple[str, object]) -> int:
-    """Sizes, then all forwards, then all backwards; stable within."""
-    name = item[0]
-    return 1 if name.endswith("forward") else 2 if name.endswith("backward") else 0
+def blocks(run: Run) -> Part:
+    part = Part("Two blocks and a last norm in bf16, forward and backward")
+    if run.left < 0:
+        part.failures.append("block: not reached in time")
+        return part
+    rows, part.failures = gpu_block.measure(run.device, run.dry)
+    part.text = "Medians of alternating runs; peak memory beyond the weights.\n\n" + table(rows)
+    return part
 
 
 # --- report --------------------------------------------------------------------------------
 
 
-def describe(device: str) -> str:
+def table(rows: list[dict]) -> str:
+    return tabulate(rows, headers="keys", tablefmt="github", floatfmt=".4g")
+
+
+def said(error: Exception) -> str:
+    """The kind of an error and its first line."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
+def finish(make: Callable[[Run], Part], run: Run) -> Part:
+    """A part, with its time; an error in it is one of its failures."""
+    begin = time.monotonic()
+    try:
+        part = make(run)
+    except Exception as error:
+        traceback.print_exc()
+        part = Part(make.__name__.capitalize(), failures=[said(error)])
+    part.seconds = time.monotonic() - begin
+    return part
+
+
+def head(run: Run) -> str:
     import triton
 
-    name = torch.cuda.get_device_name() if device == "cuda" else f"CPU ({platform.machine()})"
-    return f"{name}, PyTorch {torch.__version__}, Triton {triton.__version__}"
-
-
-def report(device: str, dry: bool) -> tuple[str, bool]:
-    """The report as Markdown, and whether all checks passed."""
-    started = time.perf_counter()
-    count, failures = check(device, dry)
-    rows = bandwidths(device, dry)
-    parts = ["# RMSNorm on " + describe(device)]
-    if dry:
-        parts.append(
-            "Dry run: tiny sizes on the CPU, where the ops take their CPU path. "
-            "No kernel ran and no figure below says anything about one."
+    name = f"CPU ({platform.machine()})" if run.dry else torch.cuda.get_device_name()
+    text = f"# fxfuse on {name}, PyTorch {torch.__version__}, Triton {triton.__version__}\n"
+    if run.dry:
+        text += (
+            "\nDry run: tiny sizes on the CPU, where the ops take their CPU path. "
+            "No kernel ran and no figure below says anything about one.\n"
         )
-    parts.append(f"Correctness: {count - len({f.split(':')[0] for f in failures})} of {count}.")
-    parts += [f"* {failure}" for failure in failures]
-    parts.append("add + norm in bf16, GB/s by the fewest bytes that must move; medians:")
-    parts.append(tabulate(rows, headers="keys", tablefmt="github", floatfmt=".0f"))
-    parts.append(f"{time.perf_counter() - started:.0f} seconds.")
-    return "\n\n".join(parts) + "\n", not failures
+    return text
+
+
+def report(run: Run) -> Iterator[tuple[str, bool]]:
+    """The report piece by piece, each with whether all is well."""
+    yield head(run), True
+    failures = 0
+    for make in (numbers, bandwidths, blocks):
+        part = finish(make, run)
+        failures += len(part.failures)
+        yield str(part), not part.failures
+    verdict = f"{failures} failures" if failures else "All checks passed"
+    yield f"{verdict}; {SECONDS - run.left:.0f} seconds in all.\n", not failures
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes on the CPU")
     parser.add_argument("--output", type=Path, help="also write the report to this file")
+    parser.add_argument("--worker", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if not options.dry_run and not torch.cuda.is_available():
         print("There is no GPU here; --dry-run runs the script on the CPU.", file=sys.stderr)
         return 2
-    text, passed = report("cpu" if options.dry_run else "cuda", options.dry_run)
-    print(text)
+    # One compiler a process: the processes are as many as the cores, and none disturbs a timing.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    run = Run(options.dry_run)
+    if options.worker:
+        work(options.worker, run)
+        return 0
+    pieces, passed = [], True
+    for piece, well in report(run):
+        print(piece, flush=True)
+        pieces.append(piece)
+        passed &= well
     if options.output is not None:
         options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(text)
+        options.output.write_text("\n".join(pieces))
     return 0 if passed else 1
 
 
