@@ -30,7 +30,8 @@ import torch
 from gpu_cases import CASES
 from tabulate import tabulate
 
-SECONDS = 270  # after so many nothing new is begun
+# Since the beginning: when a part ends, or begins nothing new.
+NUMBERS_END, BANDWIDTHS_END, BLOCKS_END = 160, 235, 280
 WORKERS, DRY_WORKERS = 9, 2
 SHOWN = 10  # failures of one op
 BLOCK = "block"  # what is prepared for the blocks, beside the ops
@@ -48,9 +49,8 @@ class Run:
         return "cpu" if self.dry else "cuda"
 
     @property
-    def left(self) -> float:
-        """Seconds."""
-        return SECONDS - (time.monotonic() - self.begin)
+    def seconds(self) -> float:
+        return time.monotonic() - self.begin
 
 
 @dataclass
@@ -82,8 +82,7 @@ def numbers(run: Run) -> Part:
         ]
     rows, failures = [], []
     for one in sorted(found, key=lambda one: tasks.index(one["task"])):
-        wrong = len({text.partition(": ")[0] for text in one["failures"]})
-        passed = f"{one['checks'] - wrong} of {one['checks']}" if one["task"] != BLOCK else ""
+        passed = f"{one['passed']} of {one['checks']}" if one["checks"] else ""
         rows.append({"op": one["task"], "passed": passed, "seconds": one["seconds"]})
         failures += shown(one["task"], one["failures"])
     text = "Outputs and gradients against fp64 and plain ops, two runs, rows beside bad rows.\n\n"
@@ -93,15 +92,15 @@ def numbers(run: Run) -> Part:
 def start(names: list[str], run: Run) -> list[dict]:
     """What a process finds out about the tasks of these names."""
     command = [sys.executable, __file__, *(["--dry-run"] if run.dry else []), "--worker", *names]
-    found, ended = [], "not reached in time"
+    limit, ended = NUMBERS_END - run.seconds, "not finished in time"
     try:
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=run.left)
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=limit)
         lines, ended = done.stdout, f"the process ended with {done.returncode}"
     except subprocess.TimeoutExpired as error:
         lines = (error.stdout or b"").decode()
     found = [json.loads(line) for line in lines.splitlines() if line.startswith("{")]
     missing = set(names) - {one["task"] for one in found}
-    lost = {"checks": 0, "failures": [ended], "seconds": None}
+    lost = {"checks": 0, "passed": 0, "failures": [ended], "seconds": None}
     return found + [{"task": name, **lost} for name in missing]
 
 
@@ -109,18 +108,26 @@ def work(names: list[str], run: Run) -> None:
     """Check or prepare each, and print what was found as a line of JSON."""
     for name in names:
         begin, checks, failures = time.monotonic(), 0, []
-        try:
-            if name == BLOCK:
-                gpu_block.prepare(run.device, run.dry)
-            else:
-                checks, failures = gpu_numbers.check(CASES[name], run.device, run.dry)
-                gpu_speed.prepare(CASES[name], run.device, run.dry)
-        except Exception as error:
-            traceback.print_exc()
-            failures.append(f"preparing: {said(error)}")
-        seconds = round(time.monotonic() - begin, 1)
-        line = {"task": name, "checks": checks, "failures": failures, "seconds": seconds}
+        if name != BLOCK:
+            checks, failures = gpu_numbers.check(CASES[name], run.device, run.dry)
+        line = {"task": name, "checks": checks}
+        line["passed"] = checks - len({text.partition(": ")[0] for text in failures})
+        line["failures"] = failures + prepare(name, run)
+        line["seconds"] = round(time.monotonic() - begin, 1)
         print(json.dumps(line), flush=True)
+
+
+def prepare(name: str, run: Run) -> list[str]:
+    """Compile what will be timed, into caches on the disk; returns what was wrong."""
+    try:
+        if name == BLOCK:
+            gpu_block.prepare(run.device, run.dry)
+        else:
+            gpu_speed.prepare(CASES[name], run.device, run.dry)
+    except Exception as error:
+        traceback.print_exc()
+        return [f"preparing the timings: {said(error)}"]
+    return []
 
 
 def shown(name: str, failures: list[str]) -> Iterator[str]:
@@ -136,7 +143,7 @@ def bandwidths(run: Run) -> Part:
     part, rows = Part("Bandwidth in bf16"), []
     for case in CASES.values():
         for N in gpu_speed.widths(case, run.dry):
-            if run.left < 0:
+            if run.seconds > BANDWIDTHS_END:
                 part.failures.append(f"{case.name}, {N} columns: not reached in time")
                 continue
             try:
@@ -154,7 +161,7 @@ def bandwidths(run: Run) -> Part:
 
 def blocks(run: Run) -> Part:
     part = Part("Two blocks and a last norm in bf16, forward and backward")
-    if run.left < 0:
+    if run.seconds > BLOCKS_END:
         part.failures.append("block: not reached in time")
         return part
     rows, part.failures = gpu_block.measure(run.device, run.dry)
@@ -208,7 +215,7 @@ def report(run: Run) -> Iterator[tuple[str, bool]]:
         failures += len(part.failures)
         yield str(part), not part.failures
     verdict = f"{failures} failures" if failures else "All checks passed"
-    yield f"{verdict}; {SECONDS - run.left:.0f} seconds in all.\n", not failures
+    yield f"{verdict}; {run.seconds:.0f} seconds in all.\n", not failures
 
 
 def main() -> int:
