@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from op_cases import CASES, Case
 from tabulate import tabulate
 from torch import Tensor
 
@@ -135,6 +136,42 @@ def add_then_norm() -> Callable:
     return function
 
 
+def op_row(name_: str, dtype: torch.dtype, M: int = 2048, N: int = 2048) -> Row:
+    """One of the other ops in an eager graph, forward and backward; the loss reads all it returns.
+
+    x, gate or residual: [M, N]; weights: [N].
+    """
+    case = CASES[name_]
+    inputs, dys = case_operands(case, dtype, M, N), gradients(case.results, M, N, dtype)
+    sides = [step(side, inputs, dys) for side in (case.op, plain(case))]
+    return Row(f"{name_}, {M} x {N}, {name(dtype)}", *compare(*sides), target=1.5)
+
+
+def compiled_op_row(name_: str, dtype: torch.dtype, M: int = 2048, N: int = 2048) -> Row:
+    """The plain ops of an op under torch.compile, with fxfuse and with Inductor alone."""
+    case = CASES[name_]
+    inputs, dys = case_operands(case, dtype, M, N), gradients(case.results, M, N, dtype)
+    sides = [
+        step(torch.compile(plain(case), backend=backend), inputs, dys)
+        for backend in (fxfuse.backend, "inductor")
+    ]
+    label = f"torch.compile, {name_}, {name(dtype)}"
+    return Row(label, *compare(*sides), target=0.97)
+
+
+def plain(case: Case) -> Callable:
+    """A function of its own for each call: the plain ops, with the results of the op."""
+
+    def function(*inputs: Tensor) -> tuple[Tensor, ...]:
+        return case.chain(*inputs)[: case.results]
+
+    return function
+
+
+def case_operands(case: Case, dtype: torch.dtype, M: int, N: int) -> list[Tensor]:
+    return operands(*[(M, N)] * len(case.rows), *[(N,)] * len(case.weights), dtype=dtype)
+
+
 def matching() -> Limit:
     """Matching and rewriting the graph of a Llama of 32 layers, the median of ten."""
     graphs = []
@@ -213,12 +250,22 @@ def importing() -> Limit:
     return Limit("import fxfuse after torch", 1e3 * statistics.median(seconds), 200, "ms")
 
 
+OPS = ("silu_gate", "rms_norm_silu_gate", "silu_gate_rms_norm", "rms_norm_add_rms_norm")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ROWS = {
-    row.__name__: row
-    for row in (
-        add_norm_fp32, add_norm_bf16, norm_fp32, norm_bf16, compiled_fp32, compiled_bf16,
-        matching, inspecting, inspecting_memory, importing,
-    )
+    **{
+        row.__name__: row
+        for row in (
+            add_norm_fp32, add_norm_bf16, norm_fp32, norm_bf16, compiled_fp32, compiled_bf16,
+        )
+    },
+    **{
+        f"{prefix}{op}_{short}": functools.partial(row, op, dtype)
+        for prefix, row in (("", op_row), ("compiled_", compiled_op_row))
+        for op in OPS
+        for short, dtype in DTYPES.items()
+    },
+    **{row.__name__: row for row in (matching, inspecting, inspecting_memory, importing)},
 }  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-from gpu_cases import BF16, EPS
+from op_cases import BF16, EPS
 from torch import Tensor, nn
 from torch.nn import functional as F
 

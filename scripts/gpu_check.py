@@ -4,7 +4,7 @@
     python scripts/gpu_check.py --output scripts/results/NAME.md   the same, kept as Markdown
     python scripts/gpu_check.py --dry-run                          tiny, on the CPU, no kernels
 
-First each op is checked in a process of its own, several at a time, which also compiles all that is
+First the ops are checked, each in a process of its own, all at a time, and others compile what is
 timed afterwards, one after the other. Exit code 1 when a check fails, or is not reached in time.
 """
 
@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import functools
+import itertools
 import json
 import os
 import platform
@@ -27,14 +29,13 @@ import gpu_block
 import gpu_numbers
 import gpu_speed
 import torch
-from gpu_cases import CASES
+from op_cases import CASES, Case
 from tabulate import tabulate
 
 # Since the beginning: when a part ends, or begins nothing new.
 NUMBERS_END, BANDWIDTHS_END, BLOCKS_END = 160, 235, 280
-WORKERS, DRY_WORKERS = 9, 2
+DRY_WORKERS = 2
 SHOWN = 10  # failures of one op
-BLOCK = "block"  # what is prepared for the blocks, beside the ops
 
 
 @dataclass(frozen=True)
@@ -68,25 +69,50 @@ class Part:
         return f"## {self.title}: {self.seconds:.0f} seconds\n\n{body}\n"
 
 
-# --- numbers, in processes of their own ----------------------------------------------------
+# --- in processes of their own -------------------------------------------------------------
+
+Task = Callable[[Run], tuple[int, list[str]]]  # the number of checks, and what was wrong
 
 
-def numbers(run: Run) -> Part:
-    """Check all ops, and prepare what is timed."""
-    tasks = [BLOCK, *sorted(CASES, key=lambda name: -len(CASES[name].timed))]
-    count = DRY_WORKERS if run.dry else WORKERS
-    shares = [tasks[i::count] for i in range(min(count, len(tasks)))]
-    with concurrent.futures.ThreadPoolExecutor(len(shares)) as pool:
-        found = [
-            one for share in pool.map(lambda names: start(names, run), shares) for one in share
-        ]
+def check(case: Case, run: Run) -> tuple[int, list[str]]:
+    return gpu_numbers.check(case, run.device, run.dry)
+
+
+def compile_op(case: Case, run: Run) -> tuple[int, list[str]]:
+    gpu_speed.prepare(case, run.device, run.dry)
+    return 0, []
+
+
+def compile_blocks(run: Run) -> tuple[int, list[str]]:
+    gpu_block.prepare(run.device, run.dry)
+    return 0, []
+
+
+TASKS: dict[str, Task] = {
+    "compile blocks": compile_blocks,
+    **{f"check {name}": functools.partial(check, case) for name, case in CASES.items()},
+    **{
+        f"compile {name}": functools.partial(compile_op, case)
+        for name, case in CASES.items()
+        if case.timed
+    },
+}
+
+
+def first(run: Run) -> Part:
+    """Check all ops, and compile what is timed."""
+    count = DRY_WORKERS if run.dry else len(TASKS)
+    shares = [list(TASKS)[i::count] for i in range(count)]
+    with concurrent.futures.ThreadPoolExecutor(count) as pool:
+        lines = itertools.chain(*pool.map(lambda names: start(names, run), shares))
+    found = {line.pop("task"): line for line in lines}
     rows, failures = [], []
-    for one in sorted(found, key=lambda one: tasks.index(one["task"])):
-        passed = f"{one['passed']} of {one['checks']}" if one["checks"] else ""
-        rows.append({"op": one["task"], "passed": passed, "seconds": one["seconds"]})
-        failures += shown(one["task"], one["failures"])
+    for name in TASKS:
+        line = found[name]
+        failures += shown(name, line.pop("failures"))
+        rows.append({"": name, **line})
     text = "Outputs and gradients against fp64 and plain ops, two runs, rows beside bad rows.\n\n"
-    return Part("Numbers, and compiling", text + table(rows), failures)
+    return Part("Numbers, and compiling what is timed", text + table(rows), failures)
 
 
 def start(names: list[str], run: Run) -> list[dict]:
@@ -94,40 +120,28 @@ def start(names: list[str], run: Run) -> list[dict]:
     command = [sys.executable, __file__, *(["--dry-run"] if run.dry else []), "--worker", *names]
     limit, ended = NUMBERS_END - run.seconds, "not finished in time"
     try:
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=limit)
-        lines, ended = done.stdout, f"the process ended with {done.returncode}"
+        done = subprocess.run(command, stdout=subprocess.PIPE, timeout=limit)
+        output, ended = done.stdout, f"the process ended with {done.returncode}"
     except subprocess.TimeoutExpired as error:
-        lines = (error.stdout or b"").decode()
-    found = [json.loads(line) for line in lines.splitlines() if line.startswith("{")]
-    missing = set(names) - {one["task"] for one in found}
-    lost = {"checks": 0, "passed": 0, "failures": [ended], "seconds": None}
-    return found + [{"task": name, **lost} for name in missing]
+        output = error.stdout or b""
+    found = [json.loads(line) for line in output.splitlines() if line.startswith(b"{")]
+    missing = set(names) - {line["task"] for line in found}
+    return found + [{"task": name, "failures": [ended]} for name in missing]
 
 
 def work(names: list[str], run: Run) -> None:
-    """Check or prepare each, and print what was found as a line of JSON."""
+    """Do these tasks, and print what was found as a line of JSON each."""
     for name in names:
-        begin, checks, failures = time.monotonic(), 0, []
-        if name != BLOCK:
-            checks, failures = gpu_numbers.check(CASES[name], run.device, run.dry)
-        line = {"task": name, "checks": checks}
-        line["passed"] = checks - len({text.partition(": ")[0] for text in failures})
-        line["failures"] = failures + prepare(name, run)
-        line["seconds"] = round(time.monotonic() - begin, 1)
-        print(json.dumps(line), flush=True)
-
-
-def prepare(name: str, run: Run) -> list[str]:
-    """Compile what will be timed, into caches on the disk; returns what was wrong."""
-    try:
-        if name == BLOCK:
-            gpu_block.prepare(run.device, run.dry)
-        else:
-            gpu_speed.prepare(CASES[name], run.device, run.dry)
-    except Exception as error:
-        traceback.print_exc()
-        return [f"preparing the timings: {said(error)}"]
-    return []
+        begin = time.monotonic()
+        try:
+            checks, failures = TASKS[name](run)
+        except Exception as error:
+            traceback.print_exc()
+            checks, failures = 0, [said(error)]
+        passed = checks - len({text.partition(": ")[0] for text in failures})
+        line = {"task": name, "failures": failures}
+        line |= {"passed": f"{passed} of {checks}"} if checks else {}
+        print(json.dumps(line | {"seconds": round(time.monotonic() - begin, 1)}), flush=True)
 
 
 def shown(name: str, failures: list[str]) -> Iterator[str]:
@@ -210,7 +224,7 @@ def report(run: Run) -> Iterator[tuple[str, bool]]:
     """The report piece by piece, each with whether all is well."""
     yield head(run), True
     failures = 0
-    for make in (numbers, bandwidths, blocks):
+    for make in (first, bandwidths, blocks):
         part = finish(make, run)
         failures += len(part.failures)
         yield str(part), not part.failures
@@ -229,6 +243,8 @@ def main() -> int:
         return 2
     # One compiler a process: the processes are as many as the cores, and none disturbs a timing.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    if options.dry_run:
+        torch.set_num_threads(1)
     run = Run(options.dry_run)
     if options.worker:
         work(options.worker, run)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
-from gpu_cases import BF16, FP32, Case
+from op_cases import BF16, FP32, Case
 from torch import Tensor
 
 # The relative RMS error against fp64 may be this many times the chain's, or so many fp32 steps.

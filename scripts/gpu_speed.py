@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 import torch
-from gpu_cases import BF16, Case
+from op_cases import BF16, Case
 from torch import Tensor
 
 ELEMENTS = 1 << 26

@@ -90,7 +90,7 @@ def run(call, model, x) -> list[torch.Tensor]:
     return [y.detach(), leaf.grad, *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
-def inputs(dtype: torch.dtype, count: int = 3) -> list[torch.Tensor]:
+def inputs(dtype: torch.dtype, count: int = 6) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(2, 20, WIDTH, generator=generator).to(dtype) for _ in range(count)]
 

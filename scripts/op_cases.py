@@ -1,4 +1,4 @@
-"""The ops that gpu_check looks at, each with the chain of plain ops that it stands for."""
+"""The ops that gpu_check and benchmark look at, each with the plain ops that it stands for."""
 
 from __future__ import annotations
 
