@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 
 import torch
@@ -271,8 +271,13 @@ def _triton_forward(x, residual, weight, attributes):
     resolved["out_dtype"] = y_dtype(h_dtype, weight, attributes)
     resolved["eps"] = reference.resolve_eps(attributes.eps, compute_dtype)
     unit_dtype = resolved["unit_dtype"]
-    if resolved["out_dtype"] not in launch.DTYPES or launch.unfit(
-        x, residual, weight, compute_dtype=compute_dtype, unit_dtype=unit_dtype
+    product = y_dtype(h_dtype, weight, replace(attributes, out_dtype=""))
+    # the kernel rounds the product once, to out_dtype
+    twice = product in reference.HALVES and product != resolved["out_dtype"]
+    if (
+        twice
+        or resolved["out_dtype"] not in launch.DTYPES
+        or launch.unfit(x, residual, weight, compute_dtype=compute_dtype, unit_dtype=unit_dtype)
     ):
         return _plain_forward(x, residual, weight, attributes)
     return launch.forward(x, residual, weight, **resolved)
