@@ -151,6 +151,7 @@ def compiled_op_row(name_: str, dtype: torch.dtype, M: int = 2048, N: int = 2048
     """The plain ops of an op under torch.compile, with fxfuse and with Inductor alone."""
     case = CASES[name_]
     inputs, dys = case_operands(case, dtype, M, N), gradients(case.results, M, N, dtype)
+    torch.compiler.reset()  # the code is the same for all rows, and compiled a few times at most
     sides = [
         step(torch.compile(plain(case), backend=backend), inputs, dys)
         for backend in (fxfuse.backend, "inductor")

@@ -1,8 +1,9 @@
 """What fxfuse finds in two published models, and a small one trained with it and without.
 
-Three parts: a Llama and a Qwen3 of 8 billion parameters inspected on the meta device; a small
+Four parts: a Llama and a Qwen3 of 8 billion parameters inspected on the meta device; a small
 Llama compiled by Inductor with and without fxfuse and trained for 20 steps from the same weights;
-the time of one residual add + RMSNorm, forward and backward. Exits with 1 if the losses differ.
+what was fused there before autograd and after it, by either policy; the time of one residual add +
+RMSNorm, forward and backward. Exits with 1 if the losses differ.
 """
 
 from __future__ import annotations
@@ -27,12 +28,17 @@ QWEN3_8B = {
     "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
     "dtype": "bfloat16",
 }  # fmt: skip
+# What the patterns of the backward do; of the others it is said where they are kernels.
+BACKWARD = {
+    "backward_add_rms_norm": "the norm's backward also adds the gradient of the residual stream",
+    "backward_sum_rms_norm": "the norm's backward also adds the gradients of its readers",
+}
 STEPS, TOLERANCE = 20, 1e-4
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def main() -> int:
-    """Run the three parts; returns the exit code."""
+    """Run the four parts; returns the exit code."""
     sys.stdout.reconfigure(line_buffering=True)
     inspect_published()
     agree = train_both()
@@ -63,8 +69,24 @@ def train_both() -> bool:
         print("{:4}  {:10.6f}  {:10.6f}  {:.1e}".format(step, *row))
     agree = max(apart) <= TOLERANCE
     print(f"largest difference {max(apart):.1e}: {'within' if agree else 'ABOVE'} {TOLERANCE:g}\n")
-    print(f"{listing.sites(fxfuse.report.Report.merge(reports))}\n")
+    show_stages("policy auto, under Inductor", reports)
+    with fxfuse.record() as reports:
+        train(model, fxfuse.make_backend("aot_eager", policy="always"), steps=1)
+    show_stages("policy always, one step without Inductor", reports)
     return agree
+
+
+def show_stages(how: str, reports: list[fxfuse.Report]) -> None:
+    """One line for each kind of site: a graph is fused before autograd, and its backward after."""
+    total = fxfuse.Report.merge(reports)
+    print(f"fused: {how}")
+    for pattern, count in sorted(total.counts.items(), key=lambda one: one[0] in BACKWARD):
+        sides = {m.policy.partition(":")[0] for m in total.matches if m.pattern == pattern}
+        does = BACKWARD.get(pattern, " or ".join(sorted(sides)))
+        print(f"{count:4}  {pattern:24}{does}")
+    if DEVICE == "cpu" and "backward_sum_rms_norm" not in total.counts:
+        print("      inline, the compiler adds all other gradients itself")
+    print()
 
 
 def small_llama() -> torch.nn.Module:
@@ -78,14 +100,14 @@ def small_llama() -> torch.nn.Module:
     return LlamaForCausalLM(config).to(DEVICE)
 
 
-def train(model: torch.nn.Module, backend: object) -> list[float]:
+def train(model: torch.nn.Module, backend: object, steps: int = STEPS) -> list[float]:
     """The losses of a copy of `model`, trained on the same few batches of random tokens."""
     model = copy.deepcopy(model)
     step = torch.compile(model, backend=backend)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     tokens = torch.randint(1024, (4, 4, 128), generator=torch.Generator().manual_seed(1))
     losses = []
-    for i in range(STEPS):
+    for i in range(steps):
         batch = tokens[i % len(tokens)].to(DEVICE)
         loss = step(input_ids=batch, labels=batch).loss
         loss.backward()
