@@ -144,7 +144,9 @@ def op_row(name_: str, dtype: torch.dtype, M: int = 2048, N: int = 2048) -> Row:
     case = CASES[name_]
     inputs, dys = case_operands(case, dtype, M, N), gradients(case.results, M, N, dtype)
     sides = [step(side, inputs, dys) for side in (case.op, plain(case))]
-    return Row(f"{name_}, {M} x {N}, {name(dtype)}", *compare(*sides), target=1.5)
+    return Row(
+        f"{name_}, {M} x {N}, {name(dtype)}", *compare(*sides), target=2.0 if case.weights else 1.0
+    )
 
 
 def compiled_op_row(name_: str, dtype: torch.dtype, M: int = 2048, N: int = 2048) -> Row:
