@@ -31,7 +31,10 @@ Patterns = Iterable[str | Fusion] | str | None
 
 @contextlib.contextmanager
 def record() -> Iterator[list[Report]]:
-    """Collect the reports of all rewrites by backends and hooks inside the `with`, in order."""
+    """Collect the reports of all rewrites by backends and hooks inside the `with`, in order.
+
+    Of compilations that this thread begins; the reports of their backward graphs come with them.
+    """
     reports: list[Report] = []
     token = _recording.set((*_recording.get(), reports))
     try:

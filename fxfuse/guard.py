@@ -20,7 +20,11 @@ _REGIONS = {
     "_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_enter_inference_mode",
     "_exit_inference_mode", "_saved_tensors_hooks_disable", "_saved_tensors_hooks_enable",
 }  # fmt: skip
-_OBSERVERS = {"retain_grad", "register_hook", "register_post_accumulate_grad_hook"}
+# Who asks for the gradient of a tensor, which is that of this very tensor and of no alias.
+_OBSERVERS = {
+    "retain_grad", "register_hook", "register_post_accumulate_grad_hook", "backward",
+    torch.autograd.grad, torch.autograd.backward,
+}  # fmt: skip
 
 
 @dataclass
@@ -30,6 +34,7 @@ class Guards:
     view: View
     _region: dict[fx.Node, tuple[int, int]] = field(init=False)
     _writes: list[Write] = field(init=False)
+    _reading: dict[fx.Node, bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._region = _regions(self.view.graph_module.graph)
@@ -60,28 +65,40 @@ class Guards:
         )
 
     def twins(self, source: fx.Node) -> list[fx.Node]:
-        """`source` and casts of it that do nothing, which a tracer may have put in its place."""
+        """`source` and casts that return it as it is, which a tracer may have put in its place."""
         found = [source]
         for node in found:
-            found += [u for u in node.users if self._does_nothing(u, node)]
+            found += [u for u in node.users if self._returns(u, node)]
         return found
 
-    def _does_nothing(self, node: fx.Node, source: fx.Node) -> bool:
-        """Whether a node is a cast of `source`, which may also be asked for its dtype alone."""
+    def _returns(self, node: fx.Node, source: fx.Node) -> bool:
+        """Whether a node is a cast that returns `source` itself: to its dtype, and no copy."""
         term, dtype = self.view.term(node), self.view.facts.dtype(node)
-        casts = term.word in ("cast", "same") and term.args[0] is source
-        return casts and dtype is not None and dtype == self.view.facts.dtype(source)
+        return (
+            term.word in ("cast", "same")
+            and term.args[0] is source
+            and dtype is not None
+            and dtype == self.view.facts.dtype(source)
+            and not self.view.memory.allocates(node)
+            and len(node.args) <= 2
+            and not node.kwargs.get("copy")
+        )
 
     def _only_reads(self, node: fx.Node) -> bool:
         """Whether nobody can write to an operand of `node` through it or its results."""
-        if node.op not in ("call_function", "call_method") or isinstance(
-            node.target, torch._ops.HigherOrderOperator
-        ):
+        if not self._reading:
+            for one in reversed(node.graph.nodes):  # so that users come before what they use
+                self._reading[one] = self._is_reader(one)
+        return self._reading[node]
+
+    def _is_reader(self, node: fx.Node) -> bool:
+        opaque = isinstance(node.target, torch._ops.HigherOrderOperator)
+        if node.op not in ("call_function", "call_method") or opaque or node.target in _OBSERVERS:
             return False
         memory = self.view.memory
         if memory.writes_of(node):
             return False
-        return memory.allocates(node) or all(map(self._only_reads, node.users))
+        return memory.allocates(node) or all(self._reading[user] for user in node.users)
 
     def _subclass(self, site: Site) -> str | None:
         for operand in (*site.inputs, *site.parameters, *site.outputs):
@@ -112,8 +129,8 @@ class Guards:
         """Outside of the op a value that it returns no longer gets the gradient from inside."""
         for node in site.outputs[1:]:
             for user in node.users:
-                if user.op == "call_method" and user.target in _OBSERVERS:
-                    return f"the gradient of {node.name} is watched by {user.target}"
+                if user.target in _OBSERVERS:
+                    return f"the gradient of {node.name} is watched by {user.name}"
         return None
 
     def _moved_or_written(self, site: Site) -> str | None:

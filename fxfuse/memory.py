@@ -37,6 +37,13 @@ _ALLOCATING_METHODS = {
 }  # fmt: skip
 _ALLOCATING_MODULES = (torch.nn.Linear, torch.nn.Embedding, torch.nn.RMSNorm, torch.nn.LayerNorm)
 
+_ALLOCATING_COMPOSITES = {
+    "linear", "matmul", "rms_norm", "layer_norm", "group_norm", "batch_norm", "softmax",
+    "log_softmax", "scaled_dot_product_attention", "square", "multiply", "divide", "true_divide",
+    "subtract", "conv1d", "conv2d", "conv3d", "cross_entropy_loss", "one_hot", "outer", "silu",
+    "argsort", "concat", "hstack", "vstack", "isfinite",
+}  # fmt: skip
+
 _WRITING_OPERATORS = {
     operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv,
     operator.imod, operator.ipow, operator.iand, operator.ior, operator.ixor, operator.imatmul,
@@ -65,8 +72,10 @@ class Memory:
     def allocates(self, node: fx.Node) -> bool:
         """True if a node returns memory of its own, shared with none of its inputs."""
         target = node.target
+        if node.kwargs.get("out") is not None:
+            return False
         if isinstance(target, torch._ops.OpOverload):
-            return not any(r.alias_info for r in target._schema.returns)
+            return not any(r.alias_info for r in target._schema.returns) and _keeps_schema(target)
         if target is operator.getitem and node.op == "call_function":
             return self._picks(node.args[1])
         if node.op == "call_function":
@@ -161,6 +170,18 @@ class Memory:
         """A call of graphs writes to its inputs if one of them does, or if none can be seen."""
         pure = graphs and not any(Memory(g, Facts(g)).writes_to_inputs() for g in graphs)
         return [] if pure else _to(node, node.all_input_nodes)
+
+
+@functools.lru_cache(maxsize=4096)
+def _keeps_schema(op: torch._ops.OpOverload) -> bool:
+    """False of an op of ATen's that is a function of others, and may return what it was given.
+
+    Such as dropout, which outside of training is no op at all, whatever its schema says.
+    """
+    composite = op.namespace == "aten" and op.has_kernel_for_dispatch_key(
+        torch._C.DispatchKey.CompositeImplicitAutograd
+    )
+    return not composite or op._schema.name.removeprefix("aten::") in _ALLOCATING_COMPOSITES
 
 
 def _to(node: fx.Node, targets: Iterable[object], sure: bool = True) -> list[Write]:

@@ -24,7 +24,8 @@ log = logging.getLogger("fxfuse")
 
 def key_of(gm: fx.GraphModule, settings: str) -> str:
     """A name for a graph before autograd, with what decides how it is rewritten."""
-    digest = hashlib.sha256(f"{source_hash()} {torch.__version__} {settings}".encode())
+    trains = torch.is_grad_enabled()  # without grad the same graph has no backward
+    digest = hashlib.sha256(f"{source_hash()} {torch.__version__} {settings} {trains}".encode())
     for name, module in gm.named_modules():
         if isinstance(module, fx.GraphModule):
             digest.update(f"{name} {module.code}".encode())

@@ -16,6 +16,7 @@ from fxfuse.kernels.library import (
     define_inner,
     define_outer,
     differentiable_backward,
+    fresh,
     interpreted,
     must_be_plain,
     needs_grad,
@@ -28,6 +29,7 @@ _NORM = (
     "bool contiguous=False"
 )
 _GATE = 'str sigmoid_dtype="", str silu_dtype=""'
+_ORDER = "bool swapped=False"
 _PRODUCT = ("sigmoid_dtype", "silu_dtype", "gated_dtype")
 _Weights = tuple[Tensor | None, ...]  # (weight,) of an op with a norm, () of silu_gate
 
@@ -115,16 +117,19 @@ class _Op:
 
 
 def _dtype(name: str, x_dtype: torch.dtype, gate_dtype: torch.dtype) -> torch.dtype | None:
-    return gate_dtype if name == "gate" else reference.resolve_dtype(name, x_dtype)
+    if name == "gate":  # of integers sigmoid and silu are floats
+        return gate_dtype if gate_dtype.is_floating_point else torch.get_default_dtype()
+    return reference.resolve_dtype(name, x_dtype)
 
 
-SILU_GATE = _Op("silu_gate", f'{_GATE}, str out_dtype="input"', normed=False)
+SILU_GATE = _Op("silu_gate", f'{_GATE}, str out_dtype="input", {_ORDER}', normed=False)
 RMS_NORM_SILU_GATE = _Op(
-    "rms_norm_silu_gate", f'{_NORM}, str norm_dtype="", {_GATE}, str out_dtype="input"'
+    "rms_norm_silu_gate",
+    f'{_NORM}, str norm_dtype="", {_GATE}, str out_dtype="input", {_ORDER}',
 )
 SILU_GATE_RMS_NORM = _Op(
     "silu_gate_rms_norm",
-    f'int group=0, {_NORM}, {_GATE}, str gated_dtype="", str out_dtype=""',
+    f'int group=0, {_NORM}, {_GATE}, str gated_dtype="", str out_dtype="", {_ORDER}',
     gate_first=True,
 )
 
@@ -189,9 +194,9 @@ def _outer(op: _Op, x, gate, weights, attributes, forward, backward) -> Tensor:
 
 
 def _forward(op, x, gate, weights, attributes, side) -> tuple[Tensor, Tensor | None]:
-    if side == "inline":
-        return op.formula(x, gate, weights, attributes)
-    return op.call_forward(x, gate, weights, attributes)
+    forward = op.formula if side == "inline" else op.call_forward
+    y, rstd = forward(x, gate, weights, attributes)
+    return fresh(y), rstd
 
 
 @functools.cache
@@ -283,9 +288,11 @@ def _plain_forward(op, x, gate, weights, attributes, formulas=gate_reference):
 
 
 @functools.cache
-def _layout_of(op: _Op, contiguous: bool):
+def _layout_of(op: _Op, contiguous: bool, swapped: bool):
     """A formula whose result lies where y does; it is told apart by identity in a cache."""
-    attributes = {"eps": 0.0, "contiguous": contiguous} if op.normed else {}
+    attributes = {"swapped": swapped}
+    if op.normed:
+        attributes |= {"eps": 0.0, "contiguous": contiguous}
 
     def formula(x: Tensor, gate: Tensor) -> Tensor:
         weights = (None,) if op.normed else ()
@@ -295,7 +302,7 @@ def _layout_of(op: _Op, contiguous: bool):
 
 
 def _layout_formula(op: _Op, attributes: dict):
-    return _layout_of(op, attributes.get("contiguous", False))
+    return _layout_of(op, *(attributes.get(name, False) for name in ("contiguous", "swapped")))
 
 
 def _fake_forward(op, x, gate, weights, attributes):
@@ -312,6 +319,7 @@ def _cpu_forward(op, x, gate, weights, attributes):
 def _triton_forward(op, x, gate, weights, attributes):
     launch = _launch()
     resolved = op.resolve(x.dtype, gate.dtype, attributes)
+    resolved.pop("swapped")
     compute_dtype = resolved.pop("compute_dtype", torch.float32)
     resolved["out_dtype"] = _y_dtype(op, x, gate, weights, attributes)
     if op.normed:

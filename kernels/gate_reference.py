@@ -21,14 +21,16 @@ def silu_gate(
     sigmoid_dtype: torch.dtype | None = None,
     silu_dtype: torch.dtype | None = None,
     out_dtype: torch.dtype | None = None,
+    swapped: bool = False,
 ) -> Tensor:
-    """x * silu(gate), which broadcast and promote.
+    """x * silu(gate), which broadcast and promote, or swapped: the first one decides how y lies.
 
     `sigmoid_dtype` and `silu_dtype` are dtypes that sigmoid(gate) and silu(gate) are rounded to,
     `out_dtype` that of y; None leaves fp32 and what promotion gives.
     Source: https://arxiv.org/abs/2002.05202
     """
-    y = x * silu(gate, sigmoid_dtype, silu_dtype)
+    factor = silu(gate, sigmoid_dtype, silu_dtype)
+    y = factor * x if swapped else x * factor
     return y if out_dtype is None else y.to(out_dtype)
 
 
@@ -53,6 +55,7 @@ def rms_norm_silu_gate(
     sigmoid_dtype: torch.dtype | None = None,
     silu_dtype: torch.dtype | None = None,
     out_dtype: torch.dtype | None = None,
+    swapped: bool = False,
     **norm,
 ) -> tuple[Tensor, Tensor]:
     """`reference.rms_norm` of x [..., N], rounded to `norm_dtype`, times silu(gate) [..., N].
@@ -61,7 +64,12 @@ def rms_norm_silu_gate(
     """
     normed, rstd = reference.rms_norm(x, weight, out_dtype=norm_dtype, **norm)
     y = silu_gate(
-        normed, gate, sigmoid_dtype=sigmoid_dtype, silu_dtype=silu_dtype, out_dtype=out_dtype
+        normed,
+        gate,
+        sigmoid_dtype=sigmoid_dtype,
+        silu_dtype=silu_dtype,
+        out_dtype=out_dtype,
+        swapped=swapped,
     )
     return y, rstd
 
@@ -100,6 +108,7 @@ def silu_gate_rms_norm(
     sigmoid_dtype: torch.dtype | None = None,
     silu_dtype: torch.dtype | None = None,
     gated_dtype: torch.dtype | None = None,
+    swapped: bool = False,
     **norm,
 ) -> tuple[Tensor, Tensor]:
     """`reference.rms_norm` of x * silu(gate) [..., N], rounded to `gated_dtype`.
@@ -108,7 +117,12 @@ def silu_gate_rms_norm(
     all N. Returns y [..., N] and rstd [..., N / group].
     """
     gated = silu_gate(
-        x, gate, sigmoid_dtype=sigmoid_dtype, silu_dtype=silu_dtype, out_dtype=gated_dtype
+        x,
+        gate,
+        sigmoid_dtype=sigmoid_dtype,
+        silu_dtype=silu_dtype,
+        out_dtype=gated_dtype,
+        swapped=swapped,
     )
     y, rstd = reference.rms_norm(grouped(gated, group), grouped(weight, group), **norm)
     return y.flatten(-2), rstd
@@ -170,7 +184,10 @@ def silu_and_slope(gate: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def grouped(t: Tensor | None, group: int) -> Tensor | None:
     """`t` [..., N] as [..., N / group, group]; a group of 0 stands for all N."""
-    return None if t is None else t.unflatten(-1, (-1, group or t.shape[-1]))
+    if t is None:
+        return None
+    columns = t.shape[-1]
+    return t.unflatten(-1, (columns // group, group) if group else (1, columns))
 
 
 def _wide(*tensors: Tensor) -> torch.dtype:

@@ -95,15 +95,22 @@ def differentiable_backward(
     gradients: Sequence[Tensor | None],
 ) -> list[Tensor | None]:
     """The gradients of `formula(*operands)` as autograd finds them, to be differentiated again."""
-    wanted = [t for t in operands if t is not None and t.requires_grad]
     with torch.enable_grad():
-        outputs = formula(*operands)
+        # Aliases: an operand may depend on another one, which is not for us to differentiate.
+        inputs = [t.view_as(t) if t is not None and t.requires_grad else t for t in operands]
+        outputs = formula(*inputs)
+    wanted = [t for t in inputs if t is not None and t.requires_grad]
     pairs = [(y, dy) for y, dy in zip(outputs, gradients) if dy is not None]
     outputs, gradients = zip(*pairs)
     found = iter(
         torch.autograd.grad(outputs, wanted, gradients, create_graph=True, allow_unused=True)
     )
-    return [next(found) if t is not None and t.requires_grad else None for t in operands]
+    return [next(found) if t is not None and t.requires_grad else None for t in inputs]
+
+
+def fresh(t: Tensor) -> Tensor:
+    """`t` as a tensor that is no view to autograd, which would forbid to write to it."""
+    return torch.ops.aten._unsafe_view.default(t, t.shape) if t._is_view() else t
 
 
 def one_value_per_column(weight: Tensor | None, shape: Sequence[int]) -> bool:

@@ -15,6 +15,7 @@ from fxfuse.kernels.library import (
     check_sides,
     define_inner,
     define_outer,
+    fresh,
     interpreted,
     must_be_plain,
     needs_grad,
@@ -46,7 +47,7 @@ class Rounding:
             "eps": self.eps,
             "weight_offset": self.weight_offset,
             "compute_dtype": reference.resolve_dtype(self.compute_dtype, h_dtype)
-            or (torch.float64 if h_dtype == torch.float64 else torch.float32),
+            or torch.promote_types(h_dtype, torch.float32),
             "unit_dtype": reference.resolve_dtype(self.unit_dtype, h_dtype),
             "out_dtype": reference.resolve_dtype(self.out_dtype, h_dtype),
         }
@@ -95,9 +96,9 @@ def rms_norm_fork(
     attributes = Rounding(**rounding)
     if must_be_plain(x, weight) or not one_value_per_column(weight, x.shape):
         return _plain_norm(x, weight, attributes)[0], x.view_as(x)
-    if needs_grad(x, weight):
+    if needs_grad(x):
         return _Fork.apply(x, weight, attributes, *sides)
-    return _forward(x, None, weight, attributes, forward)[0], x.view_as(x)
+    return rms_norm(x, weight, forward=forward, backward=backward, **rounding), x.view_as(x)
 
 
 def add_rms_norm(
@@ -164,6 +165,8 @@ class _AddRMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, residual, weight, attributes, forward, backward):
         y, h, rstd = _forward(x, residual, weight, attributes, forward)
+        if not any(ctx.needs_input_grad[:2]):
+            ctx.mark_non_differentiable(h)
         ctx.save_for_backward(h, weight, rstd)
         ctx.attributes, ctx.side = attributes, backward
         ctx.operands = [(t.shape, t.dtype) for t in (x, residual)]
@@ -217,8 +220,10 @@ def _forward(
         return y, h, rstd
     if residual is None:
         y, rstd = torch.ops.fxfuse.rms_norm_fwd.default(x, weight, **vars(attributes))
-        return y, x, rstd
-    return torch.ops.fxfuse.add_rms_norm_fwd.default(x, residual, weight, **vars(attributes))
+        return fresh(y), x, rstd
+    op = torch.ops.fxfuse.add_rms_norm_fwd.default
+    y, h, rstd = op(x, residual, weight, **vars(attributes))
+    return fresh(y), fresh(h), rstd
 
 
 def _plain_norm(h: Tensor, weight: Tensor | None, attributes: Rounding) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,7 @@ from fxfuse.kernels.library import (
     check_sides,
     define_inner,
     define_outer,
+    fresh,
     interpreted,
     must_be_plain,
     needs_grad,
@@ -25,8 +26,10 @@ from fxfuse.kernels.norm_ops import Rounding, y_dtype
 _ATTRIBUTES = (
     'float? eps1, float weight_offset1=0.0, str compute_dtype1="float32", str unit_dtype1="", '
     'str norm_dtype1="", float? eps2, float weight_offset2=0.0, str compute_dtype2="float32", '
-    'str unit_dtype2="", str out_dtype="", bool contiguous1=False, bool contiguous=False'
+    'str unit_dtype2="", str out_dtype="", bool contiguous1=False, bool contiguous=False, '
+    "bool swapped=False"
 )
+_PLACES = ("contiguous1", "contiguous", "swapped")
 
 
 # ------------------------------------------------------------ outer op
@@ -63,13 +66,16 @@ def _forward(x, residual, weight1, weight2, attributes, side) -> tuple[Tensor, .
     if side == "inline":
         return _formula(x, residual, weight1, weight2, attributes)
     op = torch.ops.fxfuse.rms_norm_add_rms_norm_fwd.default
-    return op(x, residual, weight1, weight2, **attributes)
+    y, h, *rstds = op(x, residual, weight1, weight2, **attributes)
+    return fresh(y), fresh(h), *rstds
 
 
 class _Sandwich(torch.autograd.Function):
     @staticmethod
     def forward(ctx, attributes, forward, backward, x, residual, weight1, weight2):
         y, h, rstd1, rstd2 = _forward(x, residual, weight1, weight2, attributes, forward)
+        if not any(ctx.needs_input_grad[3:6]):  # only of the second weight
+            ctx.mark_non_differentiable(h)
         ctx.save_for_backward(x, h, weight1, weight2, rstd1, rstd2)
         ctx.attributes, ctx.side, ctx.residual_dtype = attributes, backward, residual.dtype
         ctx.set_materialize_grads(False)
@@ -134,6 +140,7 @@ def _resolve(x, residual, weight1, attributes: dict) -> dict:
     h_dtype = torch.promote_types(residual.dtype, y_dtype(x.dtype, weight1, first))
     one, two = first.resolve(x.dtype), second.resolve(h_dtype)
     found = {"norm_dtype1": one.pop("out_dtype"), "out_dtype": two.pop("out_dtype")}
+    found["swapped"] = attributes.get("swapped", False)
     for i, norm in ((1, one), (2, two)):
         found |= {f"{name}{i}": value for name, value in norm.items()}
     return found
@@ -162,17 +169,16 @@ def _plain_forward(x, residual, weight1, weight2, attributes, formulas=sandwich_
 
 def _fit(y: Tensor, h: Tensor, x: Tensor, residual: Tensor, attributes: dict) -> list[Tensor]:
     """y and h where the formula would put them."""
-    flags = (attributes.get("contiguous1", False), attributes.get("contiguous", False))
-    places = (_layout_of(name, *flags) for name in "yh")
+    places = (_layout_of(name, *(attributes.get(k, False) for k in _PLACES)) for name in "yh")
     return [
         layout.fit_to(layout.contiguous(t), place, x, residual) for t, place in zip((y, h), places)
     ]
 
 
 @functools.cache
-def _layout_of(name: str, contiguous1: bool, contiguous: bool):
+def _layout_of(name: str, *places: bool):
     """A formula whose result lies where y or h does; it is told apart by identity in a cache."""
-    attributes = {"eps1": 0.0, "eps2": 0.0, "contiguous1": contiguous1, "contiguous": contiguous}
+    attributes = {"eps1": 0.0, "eps2": 0.0, **dict(zip(_PLACES, places))}
 
     def formula(x: Tensor, residual: Tensor) -> Tensor:
         return _formula(x, residual, None, None, attributes)["yh".index(name)]
@@ -194,6 +200,7 @@ def _cpu_forward(x, residual, weight1, weight2, attributes):
 def _triton_forward(x, residual, weight1, weight2, attributes):
     launch = _launch()
     resolved = _resolve(x, residual, weight1, attributes)
+    resolved.pop("swapped")
     compute_dtypes = [resolved.pop(f"compute_dtype{i}") for i in (1, 2)]
     first, second = _norms(attributes)
     h_dtype = torch.promote_types(residual.dtype, y_dtype(x.dtype, weight1, first))

@@ -26,10 +26,12 @@ def rms_norm_add_rms_norm(
     compute_dtype2: torch.dtype = torch.float32,
     unit_dtype2: torch.dtype | None = None,
     out_dtype: torch.dtype | None = None,
+    swapped: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """h = residual + rms_norm(x; weight1), y = rms_norm(h; weight2); all [..., N].
 
-    The attributes are those of `reference.rms_norm`, for each of the two norms.
+    swapped: the norm is the first operand of the add, and so decides how h lies.
+    The other attributes are those of `reference.rms_norm`, for each of the two norms.
     Returns y, h, and the rstd [...] of x and of h.
     """
     normed, rstd1 = reference.rms_norm(
@@ -41,7 +43,7 @@ def rms_norm_add_rms_norm(
         unit_dtype=unit_dtype1,
         out_dtype=norm_dtype1,
     )
-    h = residual + normed
+    h = normed + residual if swapped else residual + normed
     y, rstd2 = reference.rms_norm(
         h,
         weight2,

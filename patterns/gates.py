@@ -32,6 +32,17 @@ def gate_problem(b: Bound, x: str) -> str | None:
     return None
 
 
+def _is_swapped(b: Bound) -> bool:
+    """Whether the silu is the first operand of the product, which decides how that lies."""
+    operand = b.view.term(b.product_with_gate).args[0]
+    while operand is not b.silu:
+        term = b.view.see(operand)
+        if term is None or term.word not in ("cast", "same"):
+            return False
+        operand = term.args[0]
+    return True
+
+
 def gating(b: Bound, x: str, dtypes: Mapping[object, str]) -> dict | Decline | None:
     """The attributes of the op: the dtypes to which the graph rounds sigmoid, silu and product.
 
@@ -39,7 +50,8 @@ def gating(b: Bound, x: str, dtypes: Mapping[object, str]) -> dict | Decline | N
     None where the match should be tried in another way.
     """
     known = all(b.facts.value(b.get(name)) is not None for name in (x, "gate", "gated"))
-    return _from_metadata(b, x) if known else _without_metadata(b, x, dtypes)
+    found = _from_metadata(b, x) if known else _without_metadata(b, x, dtypes)
+    return found | {"swapped": True} if isinstance(found, dict) and _is_swapped(b) else found
 
 
 def _from_metadata(b: Bound, x: str) -> dict | None:

@@ -33,6 +33,7 @@ def build(b: Bound) -> Call | Decline | None:
             return found
     numbers[0]["norm_dtype"] = numbers[0].pop("out_dtype")
     out_dtype, contiguous = numbers[1].pop("out_dtype"), numbers[1].pop("contiguous")
+    swapped = b.view.term(b.h).args[0] is not b.residual
     return b.call(
         torch.ops.fxfuse.rms_norm_add_rms_norm.default,
         b.x,
@@ -42,6 +43,7 @@ def build(b: Bound) -> Call | Decline | None:
         outputs=("y", "h"),
         out_dtype=out_dtype,
         contiguous=contiguous,
+        swapped=swapped,
         **{f"{name}1": value for name, value in numbers[0].items()},
         **{f"{name}2": value for name, value in numbers[1].items()},
     )
