@@ -32,6 +32,8 @@ def define_outer(schema: str, function: Callable) -> None:
     _LIBRARY.define(schema, tags=torch.Tag.pt2_compliant_tag)
     _LIBRARY.impl(name, function, "CompositeImplicitAutograd")
     _LIBRARY.impl(name, function, "FuncTorchBatched")
+    if "(a)" in schema:  # or torch.func.functionalize would refuse an op that returns an alias
+        _LIBRARY.impl(name, function, "Functionalize")
 
 
 def define_inner(
