@@ -226,3 +226,100 @@ def test_a_tensor_that_is_asked_for_its_dtype_is_not_handed_on():
     report, gm = fuse(model, rows(), torch.rand(WIDTH))
     assert report.counts == {"rms_norm": 1} and not forks(gm)
     torch.testing.assert_close(gm(rows(), torch.ones(WIDTH)), model(rows(), torch.ones(WIDTH)))
+
+
+def asks(function):
+    """An `autograd.grad` inside of the graph, with respect to an inner value."""
+
+    def model(p, w):
+        x, total = function(p, w)
+        (grad,) = torch.autograd.grad(total.pow(2).sum(), [x])
+        return grad * 2.0
+
+    return model
+
+
+INNER = {
+    "the input of a norm": lambda p, w: (
+        (x := p * 1.5), F.rms_norm(x, (WIDTH,), w) * 2.0 + x * 3.0),
+    "the sum before a norm": lambda p, w: (
+        (h := p + p.sin()), F.rms_norm(h, (WIDTH,), w) * 2.0 + h * 3.0),
+    "a sum that is not used again": lambda p, w: (
+        (h := p + p.sin()), F.rms_norm(h, (WIDTH,), w)),
+    "the sum in a sandwich": lambda p, w: (
+        (h := p + F.rms_norm(p, (WIDTH,), w)), F.rms_norm(h, (WIDTH,), w) * 2.0 + h * 3.0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("function", INNER.values(), ids=INNER)
+def test_gradients_that_the_graph_asks_for(function):
+    model = asks(function)
+    gm = fxfuse.apply(fx.symbolic_trace(model))
+    x, w = rows().requires_grad_(), torch.rand(WIDTH, requires_grad=True)
+    torch.testing.assert_close(gm(x, w), model(x, w))
+
+
+COPIES = {
+    "times one": lambda x: x * 1.0,
+    "a copying cast": lambda x: x.to(torch.float32, copy=True),
+    "a clone": lambda x: x.clone(),
+}
+
+
+@pytest.mark.parametrize("copy", COPIES.values(), ids=COPIES)
+@pytest.mark.parametrize("early", [False, True])
+def test_a_copy_that_is_written_is_no_twin(copy, early):
+    def model(x, w):
+        if early:
+            c = copy(x)
+            c.add_(1.0)
+        y = F.rms_norm(x, (WIDTH,), w)
+        if not early:
+            c = copy(x)
+            c.add_(1.0)
+        return y + c * 2.0
+
+    _, gm = fuse(model, rows(), torch.rand(WIDTH))
+    x, w = rows().requires_grad_(), torch.rand(WIDTH, requires_grad=True)
+    torch.testing.assert_close(gm(x, w), model(x, w))
+
+
+def test_whoever_watches_the_gradient_of_x_sees_all_of_it():
+    def model(x, w):
+        y = F.rms_norm(x, (WIDTH,), w)
+        x.retain_grad()
+        return y + x * 2.0
+
+    gm = fxfuse.apply(fx.symbolic_trace(model))
+    w, seen = torch.rand(WIDTH), []
+    for call in (model, gm):
+        x = rows().requires_grad_() * 1.0
+        call(x, w).pow(2).sum().backward()
+        seen.append(x.grad)
+    torch.testing.assert_close(*seen)
+
+
+def test_x_takes_no_gradient_because_the_weight_does():
+    def model(x, w):
+        return F.rms_norm(x, (WIDTH,), w), x * 2.0
+
+    gm = fxfuse.apply(fx.symbolic_trace(model))
+    y, doubled = gm(rows(), torch.rand(WIDTH, requires_grad=True))
+    assert y.requires_grad and not doubled.requires_grad
+
+
+def test_functionalized():
+    _, gm = fuse(lambda x, w: F.rms_norm(x, (WIDTH,), w) + x, rows(), torch.rand(WIDTH))
+    assert forks(gm)
+    w = torch.rand(WIDTH)
+    torch.testing.assert_close(torch.func.functionalize(gm)(rows(), w), gm(rows(), w))
+
+
+def test_readers_are_looked_at_once():
+    def model(x, w):
+        y, a = F.rms_norm(x, (WIDTH,), w), x
+        for _ in range(500):
+            a = torch.maximum(torch.sin(a), torch.cos(a))
+        return y + a
+
+    assert fuse(model, rows(), torch.rand(WIDTH))[0].counts["rms_norm"] == 1

@@ -345,3 +345,35 @@ def test_fuel_is_named_as_the_reason(monkeypatch):
     monkeypatch.setenv("FXFUSE_FUEL", "0")
     report = fxfuse.apply(fx.symbolic_trace(lambda x: rms(x))).meta["fxfuse"]
     assert report.counts == {} and "FXFUSE_FUEL has run out" in reasons(report)
+
+
+def test_dropout_that_returns_its_input_is_no_fresh_tensor():
+    """In an exported model that is not in training, whatever the schema of dropout says."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.drop = nn.RMSNorm(8), nn.Dropout(0.1)
+
+        def forward(self, x, r):
+            h = self.drop(x)
+            h += r
+            return self.norm(h) + x
+
+    model, args = Model().eval(), (torch.randn(4, 8), torch.randn(4, 8))
+    program = torch.export.export(model, tuple(a.clone() for a in args))
+    fxfuse.apply(program)
+    got = program.module()(*(a.clone() for a in args))
+    torch.testing.assert_close(got, model(*(a.clone() for a in args)))
+
+
+def test_what_an_out_argument_returns_is_no_fresh_tensor():
+    def model(a, b, g):
+        c = torch.empty_like(a)
+        d = torch.add(a, b, out=c)
+        d.mul_(torch.nn.functional.silu(g))
+        return c + 1.0
+
+    args = [torch.randn(4, 8) for _ in range(3)]
+    gm = fxfuse.apply(fx.symbolic_trace(model), args)
+    torch.testing.assert_close(gm(*args), model(*args))

@@ -217,3 +217,82 @@ def test_compiled_with_rows_that_change(op, side):
         sum(t.square().sum() for t in want).backward()
         for one, other in zip(tensors, twins):
             torch.testing.assert_close(one.grad, other.grad)
+
+
+DEPENDENT = {
+    "the gate on x": lambda x, w: OPS.rms_norm_silu_gate(x, x * 2.0, w, eps=1e-6, **WIDE),
+    "x is the gate": lambda x, w: OPS.silu_gate(x, x),
+    "the weight on x": lambda x, w: OPS.silu_gate_rms_norm(
+        x, x.sin(), x.sum((0, 1)), eps=1e-6, **WIDE),
+    "the residual on x": lambda x, w: OPS.rms_norm_add_rms_norm(
+        x, x.cos(), w, w, eps1=1e-6, eps2=1e-6, **BOTH)[0],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("call", DEPENDENT.values(), ids=DEPENDENT)
+def test_operands_that_depend_on_each_other(call):
+    """A gradient that is to be differentiated again is still the same gradient."""
+    x, _, weight, _ = operands()
+    once, again = (
+        torch.autograd.grad(call(x, weight).pow(2).sum(), x, create_graph=create)[0]
+        for create in (False, True)
+    )
+    torch.testing.assert_close(once, again)
+    assert torch.autograd.gradgradcheck(lambda x: call(x, weight), (x,))
+
+
+@cases
+@sides
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("grad", [False, True])
+def test_results_can_be_written_to(op, side, transposed, grad):
+    tensors = operands(FP32)
+    if transposed:
+        tensors[:2] = [t.detach().transpose(0, 1) for t in tensors[:2]]
+    y, *others = flat(op(*(t.detach().requires_grad_(grad) for t in tensors), **side))
+    y.add_(1.0)
+    if op is not CASES["rms_norm_fork"]:
+        for other in others:
+            other.mul_(2.0)
+
+
+SWAPPED = {
+    "silu_gate": (
+        lambda x, g: F.silu(g) * x,
+        lambda x, g, **s: OPS.silu_gate(x, g, swapped=True, **s)),
+    "silu_gate_rms_norm": (
+        lambda x, g: F.rms_norm(F.silu(g) * x, (8,), None, 1e-6) * 1.0,
+        lambda x, g, **s: OPS.silu_gate_rms_norm(x, g, None, eps=1e-6, swapped=True, **s)),
+    "rms_norm_add_rms_norm": (
+        lambda x, g: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) + g,
+        lambda x, g, **s: OPS.rms_norm_add_rms_norm(
+            x, g, None, None, eps1=1e-6, eps2=1e-6, swapped=True, **s)[1]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("chain", "op"), SWAPPED.values(), ids=SWAPPED)
+@sides
+def test_the_first_operand_decides_how_the_result_lies(chain, op, side):
+    for x, gate in ((a, b) for a, b in itertools.permutations(
+        (torch.randn(3, 4, 8), torch.randn(4, 3, 8).transpose(0, 1)))):  # fmt: skip
+        y, want = op(x, gate, **side), chain(x, gate)
+        torch.testing.assert_close(y, want)
+        if chain is not SWAPPED["silu_gate_rms_norm"][0]:
+            assert y.stride() == want.stride()
+
+
+def test_the_sum_takes_no_gradient_because_the_weight_does():
+    x, residual, weight, other = (t.detach() for t in operands(FP32))
+    weight.requires_grad_()
+    y, h = OPS.add_rms_norm(x, residual, weight, eps=1e-6)
+    assert y.requires_grad and not h.requires_grad
+    y.sum().backward()
+    assert weight.grad is not None
+    y, h = OPS.rms_norm_add_rms_norm(x, residual, other, weight, eps1=1e-6, eps2=1e-6)
+    assert y.requires_grad and not h.requires_grad
+
+
+def test_no_columns():
+    x = torch.zeros(3, 0, requires_grad=True)
+    y = OPS.silu_gate_rms_norm(x, x, torch.zeros(0), eps=1e-6)
+    assert y.shape == (3, 0)
