@@ -1,7 +1,7 @@
 """How silu and the other activations of gates are spelt.
 
 `g * sigmoid(g)` and `g / (1 + exp(-g))` are read as silu. Its operands are the gate and, where it
-is written with a sigmoid, the node of that as it is multiplied, which says where it was rounded.
+is written with a sigmoid, the node of that at which it is rounded: the sigmoid or a cast of it.
 """
 
 from __future__ import annotations
@@ -63,43 +63,53 @@ def silu_of_product(view: ViewLike, node: fx.Node, x: object, y: object) -> Term
     for other, share in ((x, y), (y, x)):
         sigmoid = _sigmoid(view, share)
         if sigmoid is not None:
-            found = _own_product(view, node, other, share, sigmoid)
-            found = found or _regrouped(view, node, other, share, sigmoid)
+            found = _own_product(view, node, other, sigmoid)
+            found = found or _regrouped(view, node, other, sigmoid)
             if found is not None:
                 return found
     return None
 
 
 def _sigmoid(view: ViewLike, share: object) -> Term | None:
-    """A sigmoid, with one cast of it or none; its `nodes` include the cast."""
+    """A sigmoid of its first operand, with one cast of it or none, which are its `nodes`.
+
+    Its second operand is the node of the two that it is rounded at.
+    """
     term = view.see(share)
-    if term is None or term.word != "cast":
-        return term if term is not None and term.word == "sigmoid" else None
-    inner = view.see(term.args[0])
-    if inner is None or inner.word != "sigmoid" or view.facts.dtype(share) is None:
+    if term is None or term.word not in ("sigmoid", "cast"):
         return None
-    return Term("sigmoid", inner.args, (*term.nodes, *inner.nodes))
+    if term.word == "sigmoid":
+        return Term("sigmoid", (term.args[0], share), term.nodes)
+    inner = view.see(term.args[0])
+    if inner is None or inner.word != "sigmoid":
+        return None
+    before, after = view.facts.dtype(term.args[0]), view.facts.dtype(share)
+    if None in (before, after) or (after == torch.float64 != before):
+        return None  # the product is in fp64 and its sigmoid is not
+    if torch.promote_types(before, after) == after:
+        share = term.args[0]
+    elif before not in _WIDE:
+        return None  # it is rounded twice
+    return Term("sigmoid", (inner.args[0], share), (*term.nodes, *inner.nodes))
 
 
-def _own_product(
-    view: ViewLike, node: fx.Node, gate: object, share: object, sigmoid: Term
-) -> Term | None:
-    source, casts = _common_source(view, gate, sigmoid.args[0])
+def _own_product(view: ViewLike, node: fx.Node, gate: object, sigmoid: Term) -> Term | None:
+    inside, share = sigmoid.args
+    source, casts = _common_source(view, gate, inside)
     if source is None:
         return None
     return Term("silu", (source, share), (node, *sigmoid.nodes, *casts))
 
 
-def _regrouped(
-    view: ViewLike, node: fx.Node, product: object, share: object, sigmoid: Term
-) -> Term | None:
+def _regrouped(view: ViewLike, node: fx.Node, product: object, sigmoid: Term) -> Term | None:
     """(n * g) * sigmoid(g), where nothing is rounded to half precision on the way."""
+    inside, share = sigmoid.args
     inner = view.see(product)
     dtypes = [view.facts.dtype(one) for one in (node, product, share)]
     if inner is None or inner.word != "mul" or dtypes[0] not in _WIDE or len(set(dtypes)) > 1:
         return None
     for n, gate in (inner.args[:2], inner.args[1::-1]):
-        source, casts = _common_source(view, gate, sigmoid.args[0])
+        source, casts = _common_source(view, gate, inside)
         if source is not None and not is_number(n):
             silu = Term("silu", (source, None), (*sigmoid.nodes, *casts))
             return Term("mul", (n, silu), (node, *inner.nodes))

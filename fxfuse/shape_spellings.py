@@ -11,22 +11,47 @@ aten = torch.ops.aten
 
 
 @spelt(
-    ".view", ".reshape", ".flatten", ".unflatten", ".squeeze",
-    torch.reshape, torch.flatten, torch.unflatten, torch.squeeze,
-    aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.flatten.using_ints,
-    aten.unflatten.int, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims,
+    ".flatten", ".squeeze", torch.flatten, torch.squeeze, aten.flatten.using_ints,
+    aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims,
 )  # fmt: skip
-def _reshape(view: ViewLike, node: fx.Node) -> Term:
+def _merge(view: ViewLike, node: fx.Node) -> Term:
     return reshape(view, node, *arguments(node, "input|self"))
 
 
-def reshape(view: ViewLike, node: fx.Node, x: object) -> Term:
-    """x in another shape, if not also in another dtype, as in `x.view(torch.int8)`."""
+@spelt(
+    ".view", ".reshape", torch.reshape,
+    aten.view.default, aten._unsafe_view.default, aten.reshape.default,
+)  # fmt: skip
+def _resize(view: ViewLike, node: fx.Node) -> Term:
+    (x,) = arguments(node, "input|self")
+    sizes = node.args[1:] or [a for a in node.kwargs.values() if a is not x]
+    return reshape(view, node, x, _last(sizes))
+
+
+@spelt(".unflatten", torch.unflatten, aten.unflatten.int)
+def _unflatten(view: ViewLike, node: fx.Node) -> Term:
+    x, dim, sizes = arguments(node, "input|self", "dim", "sizes")
+    shape = view.facts.shape(x)
+    is_last = dim == -1 or (shape is not None and dim == len(shape) - 1)
+    return reshape(view, node, x, _last(sizes) if is_last else None)
+
+
+def _last(sizes: object) -> object:
+    while isinstance(sizes, (tuple, list)) and sizes:
+        sizes = sizes[-1]
+    return sizes
+
+
+def reshape(view: ViewLike, node: fx.Node, x: object, last: object = None) -> Term:
+    """x in another shape, if not also in another dtype, as in `x.view(torch.int8)`.
+
+    last: the last of the sizes that it names, or a node that holds all of them.
+    """
     others = (a for a in (*node.args, *node.kwargs.values()) if a is not x)
     dtypes = view.facts.dtype(x), view.facts.dtype(node)
     if any(map(_is_dtype, others)) or (None not in dtypes and dtypes[0] != dtypes[1]):
         return opaque(node)
-    return Term("view", (x,), (node,))
+    return Term("view", (x, last), (node,))
 
 
 def _is_dtype(operand: object) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,7 @@ from fxfuse.view import View
 aten = torch.ops.aten
 
 _CHECKS = {aten._assert_tensor_metadata.default}
+_ON_SIZES = {operator.getitem, operator.floordiv, operator.mul}
 _VIEWS_OF_TRACERS = {aten.detach.default, aten.alias.default}
 # What is plain to compute again from its operands, next to an op that returns none of it.
 _PLAIN_WORDS = {"add", "cast", "detach", "mul", "power", "same"}
@@ -61,7 +63,7 @@ def site(b: Bound, call: Call) -> Site:
     while stay := {n for n in covered if n not in outputs and _can_stay(view, n, alive, covered)}:
         covered -= stay
         alive |= stay
-    helpers = {u for n in (*covered, *alive) for u in n.users if _is_helper(u, covered)}
+    helpers = {h for n in (*covered, *alive) for u in n.users for h in _helpers(u, alive, covered)}
     parameters = tuple(a for a in operands if isinstance(a, Attr))
     saved = inputs if call.saves is None else [a for a in call.saves if isinstance(a, fx.Node)]
     return Site(
@@ -88,7 +90,7 @@ def _outputs(b: Bound, call: Call) -> tuple[tuple[fx.Node, ...], tuple[int, ...]
 
 def _can_stay(view: View, node: fx.Node, alive: set[fx.Node], covered: set[fx.Node]) -> bool:
     """A cast, or another plain step, of values that stay alive, with users outside of the match."""
-    outside = any(u not in covered and not _is_helper(u, covered) for u in node.users)
+    outside = any(u not in covered and not _helpers(u, alive, covered) for u in node.users)
     return outside and _is_plain(view, node, alive, covered)
 
 
@@ -103,15 +105,39 @@ def _is_plain(view: View, node: fx.Node, alive: set[fx.Node], covered: set[fx.No
     return all(_is_plain(view, source, alive, covered) for source in sources)
 
 
-def _is_helper(node: fx.Node, covered: set[fx.Node]) -> bool:
+def _helpers(node: fx.Node, alive: set[fx.Node], covered: set[fx.Node]) -> set[fx.Node]:
     """What reads a match without using a value: a metadata check, a dead view that autograd saved
-    while it was traced, or `x.dtype` in a symbolic trace that only the match uses.
+    while it was traced, or in a symbolic trace `x.dtype` or a size, with what is computed from it,
+    that only the match uses. Empty if the node is none of these.
     """
-    if node.op != "call_function":
-        return False
+    reads = not covered.isdisjoint(node.all_input_nodes)
     if node.target in _CHECKS or (node.target in _VIEWS_OF_TRACERS and not node.users):
-        return not covered.isdisjoint(node.all_input_nodes)
-    return node.target is getattr and node.args[1:] == ("dtype",) and covered.issuperset(node.users)
+        return {node} if reads else set()
+    # without users it may as well belong to another match of the same input
+    if not _asks(node) or not (reads or node.users):
+        return set()
+    return _asking(node, alive, covered)
+
+
+def _asks(node: fx.Node) -> bool:
+    """Whether a node asks a tensor for its dtype or its sizes."""
+    if node.op == "call_method":
+        return node.target in ("size", "dim", "numel")
+    return node.target is getattr and node.args[1] in ("dtype", "shape", "ndim")
+
+
+def _asking(node: fx.Node, alive: set[fx.Node], covered: set[fx.Node]) -> set[fx.Node]:
+    """The node and what is computed from it, if all of that ends in the match; else nothing."""
+    if node in alive:
+        return set()
+    found = {node}
+    for user in node.users:
+        if user not in covered:
+            inner = _asking(user, alive, covered) if user.target in _ON_SIZES else set()
+            if not inner:
+                return set()
+            found |= inner
+    return found
 
 
 def moved(view: View, site: Site) -> set[fx.Node] | None:

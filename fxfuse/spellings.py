@@ -7,6 +7,7 @@ safe in-place form as the functional one. Gates and views have files of their ow
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 
 import torch
 from torch import fx
@@ -219,6 +220,8 @@ _FIXED = {
 
 @spelt(*_FIXED)
 def _fixed_cast(view: ViewLike, node: fx.Node) -> Term:
+    if _relaid((*node.args, *node.kwargs.values())):
+        return opaque(node)
     return Term("cast", node.args[:1], (node,), dtype=_FIXED["." + node.target])
 
 
@@ -230,7 +233,8 @@ def _to(view: ViewLike, node: fx.Node) -> Term:
     dtypes = [a for a in given if isinstance(a, torch.dtype)]
     models = [a for a in given if isinstance(a, fx.Node)]
     moves = any(isinstance(a, (torch.device, str)) for a in given)
-    if moves and not view.facts.same_device(node, x):
+    moves = moves or not all(map(_is_dtype_of, models))
+    if _relaid(given) or (moves and not view.facts.same_device(node, x)):
         return opaque(node)
     if dtypes:
         return Term("cast", (x,), (node,), dtype=dtypes[0])
@@ -245,14 +249,25 @@ def _type_as(view: ViewLike, node: fx.Node) -> Term:
 
 def _like(view: ViewLike, node: fx.Node, x: object, model: fx.Node) -> Term:
     """A cast to the dtype of another node, or to a dtype that a node holds (`x.dtype`)."""
+    devices = view.facts.device(x), view.facts.device(node)
+    if None not in devices and devices[0] != devices[1]:
+        return opaque(node)
     known = view.facts.dtype(node)
     if known is not None:
         return Term("cast", (x,), (node,), dtype=known)
-    if model.op == "call_function" and model.target is getattr and model.args[1] == "dtype":
+    if _is_dtype_of(model):
         model = model.args[0]
-    elif node.op == "call_method" and node.target == "to":
-        return opaque(node)  # without facts, `.to(y)` may move to another device as well
     return Term("cast", (x,), (node,), dtype=view.facts.static_dtype(model) or model)
+
+
+def _is_dtype_of(operand: fx.Node) -> bool:
+    return operand.target is getattr and operand.args[1] == "dtype"
+
+
+def _relaid(given: Iterable[object]) -> bool:
+    """True if a cast is told how its result should lie in memory, other than as its operand."""
+    kept = (torch.preserve_format, torch.strided)
+    return any(isinstance(a, (torch.memory_format, torch.layout)) and a not in kept for a in given)
 
 
 # ---- whole norms ------------------------------------------------------------------------------

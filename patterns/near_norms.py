@@ -73,7 +73,8 @@ def _no_second_norm(b: Bound) -> Decline | None:
     if None not in shapes and not same_shape(*shapes):
         return None  # a bias
     return b.decline(
-        "its norm comes before the add, and no norm of the sum follows: it fuses alone"
+        "its norm comes before the add, and no norm of the sum follows: only the norm itself can "
+        "be fused"
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import fx
 
 import fxfuse.kernels.ops  # noqa: F401  (defines the op)
 from fxfuse.match import Bound, Call, Decline, known_equal, named, reshaped, same_shape, upcast, var
@@ -60,12 +61,45 @@ def _group(b: Bound) -> int | Decline | None:
         return b.decline("the width of its rows or groups is symbolic: make only the rows dynamic")
     if group == 0 or columns % group:
         return b.decline(f"its groups of {group} columns do not divide a row of {columns}")
-    return b.decline(_MISPLACED) if _misplaced(b, columns, group) else group
+    if any(_computed(b, view) for view in b.nodes):
+        return b.decline("its groups are computed by the graph")
+    if _misplaced(b, columns, group):
+        return b.decline(_MISPLACED)
+    return group if b.view.term(_source(b)).word == "view" else 0
+
+
+def _source(b: Bound) -> fx.Node:
+    """What is normalised: the last of the views that make the groups, if there is one."""
+    node = b.h
+    while b.view.term(node).word == "same":
+        node = b.view.term(node).args[0]
+    return node
 
 
 def _known(size: int | torch.SymInt) -> int | None:
     """A size that is a number by now, if only because the model has compared it with one."""
     return size.node.maybe_as_int() if isinstance(size, torch.SymInt) else size
+
+
+def _computed(b: Bound, node: fx.Node) -> bool:
+    """True if the last size of a view was found on example inputs, and others may give another."""
+    term = b.view.term(node)
+    if term.word != "view":
+        return False
+    last, dynamo = term.args[1], "example_value" in node.meta
+    if isinstance(last, fx.Node):
+        value = last.meta.get("example_value", last.meta.get("val"))
+        proven = isinstance(value, torch.SymInt) and _known(value) is not None
+        same = [b.get(name) for name in ("x", "gate", "product_with_gate", "gated")]
+        return not (proven or dynamo or _is_shape(last, same))
+    guarded = dynamo or isinstance(node.target, torch._ops.OpOverload)
+    return node is _source(b) and not guarded and last in (None, -1)
+
+
+def _is_shape(node: fx.Node, tensors: list) -> bool:
+    """True for `x.shape` and `x.size()`."""
+    whole = node.args[1:] == (("shape",) if node.target is getattr else ())
+    return whole and node.target in (getattr, "size") and node.args[0] in tensors
 
 
 _MISPLACED = "its weight does not have one value for each column of all the groups"

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import fx
 
+import fxfuse
 from fxfuse.view import View
 
 
@@ -62,6 +63,47 @@ def test_casts_know_their_dtype():
     assert word_of(lambda x, y: x.to(y.float().dtype)).dtype is torch.float32
     like = word_of(lambda x, y: x.type_as(y)).dtype
     assert isinstance(like, fx.Node) and like.name == "y"
+
+
+MOVES = [
+    lambda x, y: x.to(y),
+    lambda x, y: x.type_as(y),
+    lambda x, y: x.to(y.device, torch.float32),
+    lambda x, y: x.to(device=y.device, dtype=torch.float32),
+]
+
+
+@pytest.mark.parametrize("function", MOVES)
+def test_a_move_between_devices_is_no_cast(function):
+    x, there, here = torch.ones(4).half(), torch.ones(4, device="meta"), torch.ones(4)
+    for other, word in ((there, "opaque"), (here, "cast")):
+        gm = fx.symbolic_trace(function)
+        fxfuse.apply(gm, (x, other))
+        assert View(gm).term(gm.graph.output_node().args[0]).word == word
+
+
+def test_a_move_to_a_device_that_is_not_known_is_no_cast():
+    assert word_of(lambda x, y: x.to(y.device, torch.float32)).word == "opaque"
+    assert word_of(lambda x, y: x.to(y)).word == "opaque"
+
+
+@pytest.mark.parametrize(
+    ("form", "word"),
+    [
+        (torch.channels_last, "opaque"), (torch.contiguous_format, "opaque"),
+        (torch.preserve_format, "cast"),
+    ],
+)  # fmt: skip
+def test_a_cast_to_another_memory_format_is_opaque(form, word):
+    to_copy = torch.ops.aten._to_copy.default
+    for function in (
+        lambda x: x.to(torch.float32, memory_format=form),
+        lambda x: x.to(torch.float32, False, False, form),
+        lambda x: x.half(memory_format=form),
+        lambda x: to_copy(x, dtype=torch.float32, memory_format=form),
+    ):
+        assert word_of(function).word == word
+    assert word_of(lambda x: x.to(torch.float32, memory_format=None)).word == "cast"
 
 
 def test_in_place_on_a_callers_tensor_is_opaque():

@@ -56,7 +56,10 @@ MODELS = (
         rms_norm=3, add_rms_norm=4, rms_norm_silu_gate=1, silu_gate=3)),
 )  # fmt: skip
 REASONS = {
-    "olmo2": {"its norm comes before the add, and no norm of the sum follows: it fuses alone"},
+    "olmo2": {
+        "its norm comes before the add, and no norm of the sum follows: only the norm itself can "
+        "be fused"
+    },
     "qwen3_next": {"it divides by the root of a sum of squares, not of their mean"},
 }
 

@@ -119,6 +119,34 @@ def test_regrouped_product_in_float():
         check(aten(model, args), args, model(*args), {"silu_gate": found})
 
 
+SIGMOIDS_THAT_ARE_CAST = {
+    "widened": lambda x, g: x * (g * torch.sigmoid(g).float()),
+    "to fp64": lambda x, g: x * (g * torch.sigmoid(g).double()),
+    "on the left": lambda x, g: x * (torch.sigmoid(g).to(FLOAT) * g),
+    "of a wide gate": lambda x, g: x * (g.float() * torch.sigmoid(g).float()),
+    "rounded": lambda x, g: x * (g * torch.sigmoid(g.float()).bfloat16()),
+    "rounded in float": lambda x, g: x * ((w := g.float()) * torch.sigmoid(w).half()),
+    "rounded twice": lambda x, g: x * (g * torch.sigmoid(g.bfloat16()).half()),
+    "regrouped": lambda x, g: (x.float() * g) * torch.sigmoid(g).float(),
+}
+
+
+@pytest.mark.parametrize("name", SIGMOIDS_THAT_ARE_CAST)
+def test_a_cast_sigmoid_keeps_its_rounding(name):
+    model = SIGMOIDS_THAT_ARE_CAST[name]
+    for dtypes in DTYPES:
+        args = operands(*dtypes, shape=(64, WIDTH))
+        want = model(*args)
+        for gm in (fx.symbolic_trace(model), aten(model, args)):
+            report = fxfuse.apply(gm).meta["fxfuse"]
+            got = gm(*args)
+            assert got.dtype == want.dtype
+            tight = 1e-14 if want.dtype == torch.float64 else 1e-6
+            torch.testing.assert_close(got, want, rtol=tight, atol=tight)
+        if name == "widened":
+            assert report.counts == {"silu_gate": 1}
+
+
 def test_an_fp64_silu_of_a_narrow_gate_stays_fp64():
     def model(x, g):
         return x * F.silu(g.double())
@@ -441,6 +469,90 @@ def test_groups_of_a_symbolic_width():
     (report,) = reports
     assert "silu_gate_rms_norm" not in report.counts
     assert any("width of its rows or groups is symbolic" in m.reason for m in report.misses)
+
+
+def rms(x):
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)
+
+
+def two_groups(x, g):
+    u = x * F.silu(g)
+    return rms(u.view(x.size(0), 2, x.size(1) // 2)).view(x.size(0), x.size(1))
+
+
+def two_groups_of_the_rest(x, g):
+    return rms((x * F.silu(g)).unflatten(-1, (2, -1))).flatten(-2)
+
+
+def two_groups_by_a_shape(x, g):
+    shape = x.shape
+    return rms((x * F.silu(g)).reshape(shape[0], 2, shape[1] // 2)).reshape(shape)
+
+
+def put_back_by_another_tensor(x, g, other):
+    return rms((x * F.silu(g)).view(-1, 4)).view(other.size(0), other.size(1))
+
+
+@pytest.mark.parametrize(
+    "model",
+    [two_groups, two_groups_of_the_rest, two_groups_by_a_shape, put_back_by_another_tensor],
+)
+def test_groups_that_the_graph_computes(model):
+    def inputs(width):
+        return operands(*(FLOAT,) * model.__code__.co_argcount, shape=(3, width))
+
+    gm = fxfuse.apply(fx.symbolic_trace(model), inputs(8))
+    report = gm.meta["fxfuse"]
+    assert "silu_gate_rms_norm" not in report.counts
+    assert "its groups are computed by the graph" in [m.reason for m in report.misses]
+    for width in (8, 16):
+        assert_equals_eager(gm(*inputs(width)), model(*inputs(width)))
+
+
+def rows_by_size(x, g):
+    u = x * F.silu(g)
+    return rms(u.view(u.size(0), 2, 4)).view(u.size(0), 8)
+
+
+def rows_by_shape(x, g):
+    u = x * F.silu(g)
+    return rms(u.view(u.shape[0], u.shape[1] // 4, 4)).view(u.shape)
+
+
+def whole_rows(x, g):
+    u = x * F.silu(g)
+    return rms(u).view(u.size())
+
+
+@pytest.mark.parametrize("model", [rows_by_size, rows_by_shape, whole_rows])
+def test_sizes_that_only_the_groups_need(model):
+    args = operands(FLOAT, FLOAT, shape=(3, 8))
+    gm = fxfuse.apply(fx.symbolic_trace(model), args)
+    report = gm.meta["fxfuse"]
+    assert report.counts == {"silu_gate_rms_norm": 1} and not report.misses
+    assert len(gm.graph.nodes) == 4  # nothing asks for a size any more
+    for shape in ((3, 8), (5, 8)) if model is rows_by_size else ((3, 8), (5, 16)):
+        args = operands(FLOAT, FLOAT, shape=shape)
+        assert_equals_eager(gm(*args), model(*args))
+
+
+def test_sizes_that_others_need_too():
+    def model(x, g):
+        u = x * F.silu(g)
+        rows = u.size(0)
+        return rms(u.view(rows, 2, 4)).view(rows, 8), torch.ones(rows)
+
+    def scaled(x, g):
+        u = x * F.silu(g)
+        other = g * u.size(0)  # an input of the op
+        return rms(u.view(-1, 4)).view(-1, 8) * F.silu(other)
+
+    args = operands(FLOAT, FLOAT, shape=(3, 8))
+    for function in (model, scaled):
+        gm = fxfuse.apply(fx.symbolic_trace(function), args)
+        gm.graph.lint()
+        for got, want in zip(gm(*args), function(*args)):
+            assert_equals_eager(got, want)
 
 
 def test_a_view_of_the_bits_is_no_group():
