@@ -8,10 +8,12 @@ import torch
 from torch.library import opcheck
 
 from fxfuse.kernels import ops, rms_norm_launch as kernels, rows  # noqa: F401
+from tests.kernels.exact import normal, step
 
 WIDTHS = (1, 64, 96, 1000, 4096)
 # Beyond what one tile holds in every dtype, and no multiple of a chunk.
 WIDE = {"forward": 33000, "backward": 8200}
+
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 DTYPES = (FP32, FP16, BF16)
 EPS = 1e-6
@@ -20,18 +22,6 @@ EPS = 1e-6
 def rows_for(N):
     """Few rows, no multiple of any tile; more where a tile holds many."""
     return 37 if N <= 128 else 5 if N <= 1024 else 3
-
-
-def normal(*shape, dtype=FP32, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator).to(dtype)
-
-
-def step(values, dtype):
-    """The distance to the next number of a dtype."""
-    info = torch.finfo(dtype)
-    _, exponent = torch.frexp(values.double())
-    return (torch.exp2(exponent.double() - 1) * info.eps).clamp_min(info.smallest_normal * info.eps)
 
 
 def assert_close(actual, exact, *, steps, terms=0.0):

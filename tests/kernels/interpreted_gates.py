@@ -14,6 +14,7 @@ from fxfuse.kernels import (
     rms_norm_launch,
     rows,
 )
+from tests.kernels.exact import assert_close, normal
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 DTYPES = (FP32, FP16, BF16)
@@ -25,11 +26,6 @@ WIDTHS = ((1, 0), (64, 0), (96, 32), (128, 0), (1000, 0), (1024, 128), (4096, 0)
 def rows_for(N):
     """Few rows, no multiple of any tile; more where a tile holds many."""
     return 37 if N <= 128 else 5 if N <= 1024 else 2
-
-
-def normal(*shape, dtype=FP32, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator).to(dtype)
 
 
 def operands(M, N, dtype=FP32, *, strided=False):
@@ -45,32 +41,6 @@ def gradients(count, M, N, dtype):
     """`count` gradients; whole numbers where the interpreter would truncate their sums."""
     dys = [normal(M, N, dtype=dtype, seed=3 + i) for i in range(count)]
     return [dy.round() for dy in dys] if dtype == BF16 and count > 1 else dys
-
-
-def step(values, dtype):
-    """The distance to the next number of a dtype."""
-    info = torch.finfo(dtype)
-    _, exponent = torch.frexp(values.double())
-    return (torch.exp2(exponent.double() - 1) * info.eps).clamp_min(info.smallest_normal * info.eps)
-
-
-def assert_close(actual, exact, *, terms=0.0, steps=None):
-    """Within one step of a half, several of fp32, or less than fp32 makes of terms that cancel.
-
-    Over a whole tensor the error is half a step of its dtype and a few of fp32, apart from a single
-    column, whose norm has no gradient to speak of.
-    """
-    assert actual.is_contiguous()
-    assert actual.shape == exact.shape
-    steps = steps or (8 if actual.dtype == FP32 else 1)
-    error = (actual.double() - exact).abs()
-    allowed = steps * step(exact, actual.dtype) + 16 * torch.finfo(FP32).eps * terms
-    worst = (error / allowed).max().item()
-    assert worst <= 1.0, f"{worst:.2f} times the allowed error"
-    if exact.shape[-1:] > (1,):
-        half_a_step = (1.0 if actual.dtype == BF16 else 0.5) * torch.finfo(actual.dtype).eps
-        whole = (error.norm() / exact.norm()).item()
-        assert whole <= half_a_step + 4 * torch.finfo(FP32).eps
 
 
 def assert_gradients(found, exact, likes, terms):

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.library import opcheck
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxfuse.kernels import ops  # noqa: F401
+from tests.kernels.test_ops import Calls
 
 OPS = torch.ops.fxfuse
 FP32, BF16, FP64 = torch.float32, torch.bfloat16, torch.float64
@@ -115,32 +115,21 @@ def test_gradients_have_the_dtypes_of_the_operands(op):
     assert mixed[0].grad is not None
 
 
-class Seen(TorchDispatchMode):
-    def __enter__(self):
-        self.calls = []
-        return super().__enter__()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.namespace == "fxfuse":
-            self.calls.append((function._opname, args, kwargs or {}))
-        return function(*args, **(kwargs or {}))
-
-
 @cases
 def test_one_kernel_in_each_direction(op):
-    with Seen() as seen:
+    with Calls() as calls:
         out = op(*operands(FP32))
         sum(t.sum() for t in flat(out)).backward()
-    assert [name.rsplit("_", 1)[1] for name, *_ in seen.calls] == ["fwd", "bwd"]
+    assert [name.rsplit("_", 1)[1] for name in calls.names] == ["fwd", "bwd"]
 
 
 @cases
 def test_a_frozen_weight_has_no_gradient(op):
     x, gate, weight, other = operands(FP32)
     weight.requires_grad_(False), other.requires_grad_(False)
-    with Seen() as seen:
+    with Calls() as calls:
         sum(t.sum() for t in flat(op(x, gate, weight, other))).backward()
-    *_, attributes = seen.calls[-1]
+    *_, attributes = calls.seen[-1]
     assert not any(value for key, value in attributes.items() if key.startswith("need_dweight"))
     assert weight.grad is None and x.grad is not None
 
