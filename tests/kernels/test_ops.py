@@ -187,7 +187,7 @@ def test_only_what_needs_a_gradient_gets_one(wanted):
     for tensor, want in zip(inputs, wanted):
         tensor.requires_grad_(want)
     y, h = add_rms_norm(*inputs, eps=EPS)
-    assert y.requires_grad == h.requires_grad == any(wanted)
+    assert y.requires_grad == any(wanted) and h.requires_grad == any(wanted[:2])
     if not any(wanted):
         return
     with Calls() as calls:
