@@ -193,13 +193,15 @@ def inductor_options(
 ) -> dict[str, object]:
     """Options for people who call Inductor themselves: `torch.compile(model, options=...)`.
 
-    base: options to add to; hooks in it are kept and run first. policy: "auto", "always", "never".
-    Returns a new dict. Raises BadOption.
+    base: options to add to; hooks in it are kept and run first, and keys `fxfuse.*` are taken as by
+    `backend`. policy: "auto", "always", "never". Returns a new dict for Inductor.
+    Raises UnknownOption, BadOption, UnknownPattern.
     """
     from fxfuse.hooks import FuseBeforeAutograd, Sequenced
 
-    settings = Settings(policies.check(policy))
-    found, sessions = dict(base or {}), {}
+    given, found = option_keys.split(base)
+    settings = replace(Settings(policies.check(policy)), **given)
+    sessions: dict[str, Session] = {}
     fuse = FuseBeforeAutograd(settings, _publisher, sessions)
     before = Sequenced([*_set_before(found, _PRE_GRAD), fuse])
     after = _after_autograd(found, settings, sessions.get)

@@ -35,7 +35,13 @@ class FuseBeforeAutograd(CustomGraphPass):
         gm = graph.owning_module
         if gm is not None:
             key = stored.key_of(gm, self.settings.identity)
-            report = rewrite(gm, policy=self.settings.policy, compiled=True)
+            report = rewrite(
+                gm,
+                patterns=self.settings.patterns,
+                policy=self.settings.policy,
+                target=self.settings.target,
+                compiled=True,
+            )
             session.mark(gm, key)
             self.sessions[key] = Session(key, self.publisher())
             self.sessions[key].first(report)

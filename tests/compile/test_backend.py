@@ -226,3 +226,17 @@ def test_always_leaves_one_op_in_each_direction():
     forward, backward = ([t for t in g if "getitem" not in t and "detach" not in t] for g in graphs)
     assert forward == ["fxfuse.add_rms_norm_fwd.default"]
     assert backward == ["fxfuse.rms_norm_bwd.default"]
+
+
+def test_inductor_options_take_our_keys():
+    options = fxfuse.inductor_options({"fxfuse.policy": "never", "max_autotune": False})
+    assert not any(key.startswith("fxfuse.") for key in options) and "max_autotune" in options
+    torch.manual_seed(0)
+    model = Model(torch.float32)
+    with fxfuse.record() as reports:
+        torch.compile(model, options=options)(*inputs(torch.float32))
+    assert [r.counts for r in reports] == [{}]
+    with pytest.raises(BadOption):
+        fxfuse.inductor_options({"fxfuse.policy": "x"})
+    with pytest.raises(UnknownOption):
+        fxfuse.inductor_options({"fxfuse.polcy": "auto"})
