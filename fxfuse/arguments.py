@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 TARGETS = ("cpu", "sm_80", "sm_90", "sm_100")
-_ABOUT = "Find norms, residual adds and silu gates in PyTorch models; say what would fuse and why not."
+_ABOUT = "Find norms, residual adds and silu gates in PyTorch models, and say what would be fused."
 _TARGET = """\
 TARGET is one of
   path/to/file.py:factory      the factory returns a model, (model, args) or (model, args, kwargs)
