@@ -12,12 +12,12 @@ import torch
 from torch import fx
 
 from fxfuse import options as option_keys, policy as policies, registry, stored
+from fxfuse.compilation import Compilation
 from fxfuse.errors import BadOption
 from fxfuse.match import Fusion
 from fxfuse.options import Settings
 from fxfuse.report import Report
 from fxfuse.rewrite import rewrite
-from fxfuse.session import Session
 
 log = logging.getLogger("fxfuse")
 _recording: ContextVar[tuple[list[Report], ...]] = ContextVar("fxfuse_recording", default=())
@@ -135,7 +135,7 @@ def _compile(
         raise BadOption(option=what, value=others or mode, expected=expected)
     settings = replace(settings, **given)
     key = stored.key_of(gm, settings.identity)
-    told = Session(key, _publisher(), cached=inner == "inductor")
+    told = Compilation(key, _publisher(), cached=inner == "inductor")
     report = rewrite(
         gm,
         patterns=settings.patterns,
@@ -201,10 +201,10 @@ def inductor_options(
 
     given, found = option_keys.split(base)
     settings = replace(Settings(policies.check(policy)), **given)
-    sessions: dict[str, Session] = {}
-    fuse = FuseBeforeAutograd(settings, _publisher, sessions)
+    compilations: dict[str, Compilation] = {}
+    fuse = FuseBeforeAutograd(settings, _publisher, compilations)
     before = Sequenced([*_set_before(found, _PRE_GRAD), fuse])
-    after = _after_autograd(found, settings, sessions.get)
+    after = _after_autograd(found, settings, compilations.get)
     return {**_every_time(), **found, _PRE_GRAD: before, _POST_GRAD: after}
 
 

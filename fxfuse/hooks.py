@@ -8,28 +8,28 @@ from collections.abc import Callable, Sequence
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from fxfuse import session, stored
+from fxfuse import compilation, stored
+from fxfuse.compilation import Compilation
 from fxfuse.options import Settings
 from fxfuse.report import Report
 from fxfuse.rewrite import rewrite
 from fxfuse.roundings import source_hash
-from fxfuse.session import Session
 
 
 class FuseBeforeAutograd(CustomGraphPass):
     """A `pre_grad_custom_pass`: the graph is still Dynamo's, so the ops own their gradients.
 
-    publisher: makes the function that publishes the reports of one compilation. sessions: by key,
-    shared with the hook after autograd.
+    publisher: makes the function that publishes the reports of one compilation. compilations: by
+    key, shared with the hook after autograd.
     """
 
     def __init__(
         self,
         settings: Settings,
         publisher: Callable[[], Callable[[Report], None]],
-        sessions: dict[str, Session],
+        compilations: dict[str, Compilation],
     ) -> None:
-        self.settings, self.publisher, self.sessions = settings, publisher, sessions
+        self.settings, self.publisher, self.compilations = settings, publisher, compilations
 
     def __call__(self, graph: fx.Graph) -> None:
         gm = graph.owning_module
@@ -42,9 +42,9 @@ class FuseBeforeAutograd(CustomGraphPass):
                 target=self.settings.target,
                 compiled=True,
             )
-            session.mark(gm, key)
-            self.sessions[key] = Session(key, self.publisher())
-            self.sessions[key].first(report)
+            compilation.mark(gm, key)
+            self.compilations[key] = Compilation(key, self.publisher())
+            self.compilations[key].first(report)
 
     def uuid(self) -> str:
         return f"fxfuse before autograd, {self.settings.identity} {source_hash()}"
@@ -53,21 +53,21 @@ class FuseBeforeAutograd(CustomGraphPass):
 class FuseAfterAutograd(CustomGraphPass):
     """A `post_grad_custom_pre_pass` for backward graphs: what autograd put around our backward ops.
 
-    session: the session of a key that was left in
+    find: the compilation of a key that was left in
     the graph, or None where it left none.
     """
 
     def __init__(
         self,
         settings: Settings,
-        session: Callable[[str | None], Session | None],
+        find: Callable[[str | None], Compilation | None],
     ) -> None:
-        self.settings, self.session = settings, session
+        self.settings, self.find = settings, find
 
     def __call__(self, graph: fx.Graph) -> None:
         gm = graph.owning_module
         if gm is not None:
-            fuse_after_autograd(gm, self.settings, self.session)
+            fuse_after_autograd(gm, self.settings, self.find)
 
     def uuid(self) -> str:
         return f"fxfuse after autograd, {self.settings.identity} {source_hash()}"
@@ -76,9 +76,9 @@ class FuseAfterAutograd(CustomGraphPass):
 def fuse_after_autograd(
     gm: fx.GraphModule,
     settings: Settings,
-    find: Callable[[str | None], Session | None],
+    find: Callable[[str | None], Compilation | None],
 ) -> None:
-    """Apply the backward patterns and tell the session of the graph."""
+    """Apply the backward patterns and tell the compilation of the graph."""
     report = rewrite(
         gm,
         patterns=settings.patterns,
@@ -87,7 +87,7 @@ def fuse_after_autograd(
         compiled=True,
         backward_only=True,
     )
-    told = find(session.key_in(gm.graph))
+    told = find(compilation.key_in(gm.graph))
     if told is not None:
         told.later(report)
 

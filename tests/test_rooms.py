@@ -24,7 +24,7 @@ LAYERS = [
     ["rewrite"],
     ["options", "roundings", "copies"],
     ["stored"],
-    ["session"],
+    ["compilation"],
     ["hooks"],
     ["backends", "trace"],
     ["pipeline"],

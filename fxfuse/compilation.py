@@ -17,7 +17,7 @@ from fxfuse.report import Report
 KEY = "fxfuse_graph"
 
 
-class Session:
+class Compilation:
     """The reports of one graph before autograd and of the graphs that are made of it.
 
     publish: makes a report known to those who asked for it when the compilation began. cached:

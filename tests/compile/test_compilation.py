@@ -7,9 +7,9 @@ import torch
 from torch import fx
 
 import fxfuse
-from fxfuse import session, stored
+from fxfuse import compilation, stored
+from fxfuse.compilation import Compilation
 from fxfuse.report import Match, Miss, Report
-from fxfuse.session import Session
 
 MATCH = Match(
     "rms_norm", "fxfuse::rms_norm", ("a", "b"), "norm", "model.py:3", {"x": (2, "s0")},
@@ -35,7 +35,7 @@ def test_a_report_survives_json():
 def test_the_first_report_comes_first():
     """A backward may be compiled before the compiler of the whole is done."""
     told = []
-    job, first, early, late = Session("key", told.append), *map(report, "abc")
+    job, first, early, late = Compilation("key", told.append), *map(report, "abc")
     job.later(early)
     assert told == []
     job.first(first)
@@ -45,11 +45,11 @@ def test_the_first_report_comes_first():
 
 
 def test_what_was_found_is_told_again_where_no_hook_ran():
-    one = Session("key", [].append)
+    one = Compilation("key", [].append)
     one.later(report("a"))
     one.later(report("b"))
     told = []
-    other = Session("key", told.append)
+    other = Compilation("key", told.append)
     other.first(report("c"))
     assert [m.pattern for r in told for m in r.misses] == ["c", "a", "b"]
     other.later(report("a"))
@@ -57,14 +57,14 @@ def test_what_was_found_is_told_again_where_no_hook_ran():
 
 
 def test_a_compiler_without_caches_is_not_told_what_others_found():
-    Session("key", [].append).later(report("a"))
+    Compilation("key", [].append).later(report("a"))
     told = []
-    Session("key", told.append, cached=False).first(report("b"))
+    Compilation("key", told.append, cached=False).first(report("b"))
     assert len(told) == 1
 
 
 def test_nothing_found_is_not_kept():
-    Session("key", [].append).later(Report())
+    Compilation("key", [].append).later(Report())
     assert stored.load("key") is None
 
 
@@ -97,7 +97,7 @@ def test_the_key_is_of_the_graph_and_of_the_settings():
 
 def test_the_key_is_left_on_our_nodes():
     gm = fxfuse.apply(fx.symbolic_trace(torch.nn.Sequential(torch.nn.RMSNorm(4))))
-    assert session.key_in(gm.graph) is None
-    session.mark(gm, "key")
-    assert session.key_in(gm.graph) == "key"
-    assert session.key_in(fx.symbolic_trace(torch.nn.Linear(2, 2)).graph) is None
+    assert compilation.key_in(gm.graph) is None
+    compilation.mark(gm, "key")
+    assert compilation.key_in(gm.graph) == "key"
+    assert compilation.key_in(fx.symbolic_trace(torch.nn.Linear(2, 2)).graph) is None
