@@ -53,8 +53,7 @@ class FuseBeforeAutograd(CustomGraphPass):
 class FuseAfterAutograd(CustomGraphPass):
     """A `post_grad_custom_pre_pass` for backward graphs: what autograd put around our backward ops.
 
-    find: the compilation of a key that was left in
-    the graph, or None where it left none.
+    find: gives the compilation of a key that was left in the graph, or None.
     """
 
     def __init__(
