@@ -136,13 +136,7 @@ def _compile(
     settings = replace(settings, **given)
     key = stored.key_of(gm, settings.identity)
     told = Compilation(key, _publisher(), cached=inner == "inductor")
-    report = rewrite(
-        gm,
-        patterns=settings.patterns,
-        policy=settings.policy,
-        target=settings.target,
-        compiled=inner == "inductor",
-    )
+    report = rewrite(gm, **settings.choices, compiled=inner == "inductor")
     after = (settings, lambda key: told) if report.modified else None
     if inner == "inductor":
         patches = {**_mode_options(mode), **others}

@@ -35,13 +35,7 @@ class FuseBeforeAutograd(CustomGraphPass):
         gm = graph.owning_module
         if gm is not None:
             key = stored.key_of(gm, self.settings.identity)
-            report = rewrite(
-                gm,
-                patterns=self.settings.patterns,
-                policy=self.settings.policy,
-                target=self.settings.target,
-                compiled=True,
-            )
+            report = rewrite(gm, **self.settings.choices, compiled=True)
             compilation.mark(gm, key)
             self.compilations[key] = Compilation(key, self.publisher())
             self.compilations[key].first(report)
@@ -78,14 +72,7 @@ def fuse_after_autograd(
     find: Callable[[str | None], Compilation | None],
 ) -> None:
     """Apply the backward patterns and tell the compilation of the graph."""
-    report = rewrite(
-        gm,
-        patterns=settings.patterns,
-        policy=settings.policy,
-        target=settings.target,
-        compiled=True,
-        backward_only=True,
-    )
+    report = rewrite(gm, **settings.choices, compiled=True, backward_only=True)
     told = find(compilation.key_in(gm.graph))
     if told is not None:
         told.later(report)

@@ -28,6 +28,11 @@ class Settings:
     target: str | None = None
 
     @property
+    def choices(self) -> dict[str, object]:
+        """The keyword arguments of `rewrite` that say the same."""
+        return {"patterns": self.patterns, "policy": self.policy, "target": self.target}
+
+    @property
     def identity(self) -> str:
         """The same for the same rewriting, in every process: a part of cache keys."""
         patterns = map(registry.identity, registry.select(self.patterns))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fxfuse.kernels import compiled, gate_reference, layout, reference
-from fxfuse.kernels.library import (
+from fxfuse.kernels.registration import (
     SIDES,
     check_sides,
     define_inner,

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from fxfuse.kernels import compiled, layout, reference, sandwich_reference
-from fxfuse.kernels.library import (
+from fxfuse.kernels.norm_ops import Rounding, y_dtype
+from fxfuse.kernels.registration import (
     SIDES,
     check_sides,
     define_inner,
@@ -21,7 +22,6 @@ from fxfuse.kernels.library import (
     one_value_per_column,
     or_empty,
 )
-from fxfuse.kernels.norm_ops import Rounding, y_dtype
 
 _ATTRIBUTES = (
     'float? eps1, float weight_offset1=0.0, str compute_dtype1="float32", str unit_dtype1="", '
