@@ -20,6 +20,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 _HALVES = (torch.float16, torch.bfloat16)
 _BARRIER = "low_precision_pointwise_barrier"
+_TAG = "partitioner_tag"
 
 
 @lru_cache(maxsize=1)
@@ -35,11 +36,17 @@ def source_hash() -> str:
 
 
 class KeepRoundings(CustomGraphPass):
-    """A `post_grad_custom_pre_pass` that marks the half-precision steps of our forward code."""
+    """A `post_grad_custom_pre_pass` that marks the half-precision steps of our forward code.
+
+    What a backward graph computes again keeps its own roundings, but not those of what it reads:
+    each mark counts as work, and Inductor writes a gradient with too much of it to memory in fp32.
+    """
 
     def __call__(self, graph: fx.Graph) -> None:
+        again = any(n.meta.get(_TAG) == "is_backward" for n in graph.nodes)
         for node in graph.nodes:
-            if _is_ours(node) and _is_half(node, *node.all_input_nodes):
+            read = () if again else node.all_input_nodes
+            if _is_ours(node) and _is_half(node, *read):
                 node.meta[_BARRIER] = True
 
     def uuid(self) -> str:
@@ -47,7 +54,7 @@ class KeepRoundings(CustomGraphPass):
 
 
 def _is_ours(node: fx.Node) -> bool:
-    forward = node.meta.get("partitioner_tag") != "is_backward"
+    forward = node.meta.get(_TAG) != "is_backward"
     return forward and node.op == "call_function" and "fxfuse" in (node.meta.get("custom") or {})
 
 

@@ -62,6 +62,27 @@ class Limit:
         return self.value > self.limit
 
 
+@dataclass(frozen=True)
+class Traffic:
+    """Gigabytes that a training step moves, by Inductor's kernels and by our ops.
+
+    alone: under torch.compile without fxfuse; auto, always: with it, by these policies.
+    """
+
+    name: str
+    alone: float
+    auto: float
+    always: float
+
+    @property
+    def ratio(self) -> float:
+        return self.auto / self.alone
+
+    @property
+    def missed(self) -> bool:
+        return self.ratio > 1
+
+
 def add_norm_fp32() -> Row:
     return add_norm(torch.float32)
 
@@ -253,6 +274,23 @@ def importing() -> Limit:
     return Limit("import fxfuse after torch", 1e3 * statistics.median(seconds), 200, "ms")
 
 
+def traffic_llama() -> Traffic:
+    return traffic("llama")
+
+
+def traffic_gated() -> Traffic:
+    return traffic("gated")
+
+
+def traffic(block: str) -> Traffic:
+    """What scripts/traffic.py counts for a block on an H100, in a process of its own."""
+    command = [sys.executable, Path(__file__).with_name("traffic.py"), "--json", block]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    sides = json.loads(done.stdout)[block].values()
+    moved = [sum(one["kernel_bytes"] + one["op_bytes"] for one in side) / 1e9 for side in sides]
+    return Traffic(f"{block} block", *moved)
+
+
 OPS = ("silu_gate", "rms_norm_silu_gate", "silu_gate_rms_norm", "rms_norm_add_rms_norm")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ROWS = {
@@ -268,7 +306,12 @@ ROWS = {
         for op in OPS
         for short, dtype in DTYPES.items()
     },
-    **{row.__name__: row for row in (matching, inspecting, inspecting_memory, importing)},
+    **{
+        row.__name__: row
+        for row in (
+            matching, inspecting, inspecting_memory, importing, traffic_llama, traffic_gated,
+        )
+    },
 }  # fmt: skip
 
 
@@ -331,7 +374,7 @@ def main(names: list[str]) -> int:
     return int(any(r.missed for r in rows))
 
 
-def table(rows: list[Row | Limit]) -> str:
+def table(rows: list[Row | Limit | Traffic]) -> str:
     compared = [
         (r.name, r.ours, r.baseline, f"{r.speedup:.2f} x", f"{r.target} x")
         for r in rows
@@ -342,9 +385,16 @@ def table(rows: list[Row | Limit]) -> str:
         for r in rows
         if isinstance(r, Limit)
     ]
+    moved = [
+        (r.name, r.alone, r.auto, r.always, f"{r.ratio:.3f}", "1")
+        for r in rows
+        if isinstance(r, Traffic)
+    ]
     head = ("forward + backward", "fxfuse, ms", "plain, ms", "faster", "at least")
     parts = [tabulate(compared, head, floatfmt=".2f")] if compared else []
     parts += [tabulate(limited, ("cost", "measured", "at most"))] if limited else []
+    head = ("GB moved on sm_90", "torch.compile", "auto", "always", "auto's share", "at most")
+    parts += [tabulate(moved, head, floatfmt=".3f")] if moved else []
     return "\n\n".join(parts)
 
 

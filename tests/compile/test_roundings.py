@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import fx
 
@@ -33,6 +34,19 @@ def test_only_our_forward_half_steps_are_marked():
     made, nodes = graph()
     KeepRoundings()(made)
     assert [name for name, n in nodes.items() if n.meta.get(BARRIER)] == ["ours"]
+
+
+@pytest.mark.parametrize("tag, marked", [("is_forward", True), ("is_backward", False)])
+def test_what_our_steps_read_is_rounded_in_the_forward_only(tag, marked):
+    made = fx.Graph()
+    half = made.placeholder("half")
+    wide, other = (made.call_function(torch.ops.aten.neg.default, (half,)) for _ in range(2))
+    half.meta["val"] = torch.empty(2, dtype=torch.bfloat16, device="meta")
+    wide.meta.update(val=torch.empty(2, device="meta"), custom={"fxfuse": "fxfuse::rms_norm"})
+    other.meta.update(val=half.meta["val"], partitioner_tag=tag)
+    made.output((wide, other))
+    KeepRoundings()(made)
+    assert wide.meta.get(BARRIER, False) == marked
 
 
 def test_the_sources_are_part_of_the_identity():
