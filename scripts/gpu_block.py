@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+from gpu_time import synchronize
 from op_cases import BF16, EPS
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -159,11 +160,6 @@ def medians(steps: list[Step], device: str, rounds: int) -> list[float]:
             if i >= WARM_UP:
                 kept.append(1e3 * (time.perf_counter() - begin))
     return [statistics.median(kept) for kept in times]
-
-
-def synchronize(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
 
 
 def count_kernels(step: Step, device: str) -> int:

@@ -1,210 +1,141 @@
 """Check fxfuse's ops on a GPU: numbers against fp64, repeatability, bandwidth, and whole blocks.
 
-    python scripts/gpu_check.py                                    all of it, in under five minutes
+    python scripts/gpu_check.py                                    all of it, in under six minutes
     python scripts/gpu_check.py --output scripts/results/NAME.md   the same, kept as Markdown
+    python scripts/gpu_check.py --json FILE --plot FILE.png        as JSON, and as a plot
+    python scripts/gpu_check.py --wheels FOLDER                    with packages to compare with
     python scripts/gpu_check.py --dry-run                          tiny, on the CPU, no kernels
+    python scripts/gpu_check.py --dry-run --interpret              kernels in Triton's interpreter
 
-First the ops are checked, each in a process of its own, all at a time, and others compile what is
-timed afterwards, one after the other. Exit code 1 when a check fails, or is not reached in time.
+First the ops are checked, in as many processes as there are cores, which also compile what is timed
+afterwards, one after the other. Exit code 1 when a check fails, or is not reached in time; a target
+of speed that is missed, or a timing that is not reached, only stands in the report.
 """
 
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import functools
-import itertools
 import json
 import os
 import platform
-import subprocess
 import sys
-import time
-import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import gpu_block
+import gpu_ceilings
 import gpu_numbers
+import gpu_parts
+import gpu_peers
+import gpu_plot
+import gpu_pool
+import gpu_race
 import gpu_speed
+import gpu_time
 import torch
-from op_cases import CASES, Case
-from tabulate import tabulate
+from gpu_parts import Part, Run
+from op_cases import CASES
 
-# Since the beginning: when a part ends, or begins nothing new.
-NUMBERS_END, BANDWIDTHS_END, BLOCKS_END = 160, 235, 280
-DRY_WORKERS = 2
-SHOWN = 10  # failures of one op
-
-
-@dataclass(frozen=True)
-class Run:
-    """What this run does: where, how large, and since when."""
-
-    dry: bool
-    begin: float = field(default_factory=time.monotonic)
-
-    @property
-    def device(self) -> str:
-        return "cpu" if self.dry else "cuda"
-
-    @property
-    def seconds(self) -> float:
-        return time.monotonic() - self.begin
-
-
-@dataclass
-class Part:
-    """One part of the report: its title, Markdown, and what was wrong."""
-
-    title: str
-    text: str = ""
-    failures: list[str] = field(default_factory=list)
-    seconds: float = 0.0
-
-    def __str__(self) -> str:
-        wrong = "".join(f"* {failure}\n" for failure in self.failures)
-        body = "\n\n".join(t.rstrip() for t in (self.text, wrong) if t)
-        return f"## {self.title}: {self.seconds:.0f} seconds\n\n{body}\n"
+# Since the beginning, in seconds: when a part ends, or begins nothing new.
+ENDS = {
+    "numbers": 165, "large": 185, "ceilings": 195, "sweep": 215, "compare": 290, "block": 315,
+    "race": 345,
+}  # fmt: skip
+PARTS = (*ENDS, "targets")
+DRY_WORKERS, MOST_WORKERS = 2, 16
+SHOWN = 10  # failures of one task
+Task = Callable[[], gpu_pool.Found]
 
 
 # --- in processes of their own -------------------------------------------------------------
 
-Task = Callable[[Run], tuple[int, list[str]]]  # the number of checks, and what was wrong
+
+def tasks(run: Run, only: tuple[str, ...]) -> dict[str, Task]:
+    """What is done in other processes, the longest first."""
+    found: dict[str, Task] = {}
+    if not run.interpreted:
+        found |= compilations(run, only)
+    if "numbers" in only:
+        found |= {
+            f"check {name}, {str(dtype).removeprefix('torch.')}": functools.partial(
+                checked, name, dtype, run
+            )
+            for dtype in scope(run).dtypes
+            for name in CASES
+        }
+    return found
 
 
-def check(case: Case, run: Run) -> tuple[int, list[str]]:
-    return gpu_numbers.check(case, run.device, run.dry)
+def compilations(run: Run, only: tuple[str, ...]) -> dict[str, Task]:
+    """What fills the caches for the parts that are timed."""
+    device, dry = run.device, run.dry
+    found = {"block": {"compile block": functools.partial(gpu_block.prepare, device, dry)}}
+    found["compare"] = {
+        f"compile {shape}": functools.partial(gpu_speed.prepare, shape, device, dry)
+        for shape in gpu_speed.compared(dry)
+    }
+    found["race"] = {
+        f"compile cuts of {shape}": functools.partial(gpu_race.prepare, shape, device, dry)
+        for shape in gpu_race.shapes(dry)
+    }
+    found["sweep"] = {
+        f"compile {name}": functools.partial(gpu_speed.prepare_ours, name, device, dry)
+        for name in CASES
+    }
+    found["ceilings"] = {"compile ceilings": functools.partial(gpu_ceilings.prepare, device)}
+    taken = {name: task for part in only for name, task in found.get(part, {}).items()}
+    return {name: functools.partial(compiled, task) for name, task in taken.items()}
 
 
-def compile_op(case: Case, run: Run) -> tuple[int, list[str]]:
-    gpu_speed.prepare(case, run.device, run.dry)
-    return 0, []
+def compiled(task: Callable[[], None]) -> gpu_pool.Found:
+    task()
+    return {"failures": []}
 
 
-def compile_blocks(run: Run) -> tuple[int, list[str]]:
-    gpu_block.prepare(run.device, run.dry)
-    return 0, []
+def checked(name: str, dtype: torch.dtype, run: Run) -> gpu_pool.Found:
+    checks, failures = gpu_numbers.check(CASES[name], dtype, run.device, scope(run))
+    passed = checks - len({text.partition(": ")[0] for text in failures})
+    return {"failures": failures, "passed": f"{passed} of {checks}"}
 
 
-TASKS: dict[str, Task] = {
-    "compile blocks": compile_blocks,
-    **{f"check {name}": functools.partial(check, case) for name, case in CASES.items()},
-    **{
-        f"compile {name}": functools.partial(compile_op, case)
-        for name, case in CASES.items()
-        if case.timed
-    },
-}
+def scope(run: Run) -> gpu_numbers.Scope:
+    if run.interpreted:
+        return gpu_numbers.INTERPRETED
+    return gpu_numbers.DRY if run.dry else gpu_numbers.FULL
 
 
-def first(run: Run) -> Part:
-    """Check all ops, and compile what is timed."""
-    count = DRY_WORKERS if run.dry else len(TASKS)
-    shares = [list(TASKS)[i::count] for i in range(count)]
-    with concurrent.futures.ThreadPoolExecutor(count) as pool:
-        lines = itertools.chain(*pool.map(lambda names: start(names, run), shares))
-    found = {line.pop("task"): line for line in lines}
-    rows, failures = [], []
-    for name in TASKS:
-        line = found[name]
-        failures += shown(name, line.pop("failures"))
-        rows.append({"": name, **line})
-    text = "Outputs and gradients against fp64 and plain ops, two runs, rows beside bad rows.\n\n"
-    return Part("Numbers, and compiling what is timed", text + table(rows), failures)
-
-
-def start(names: list[str], run: Run) -> list[dict]:
-    """What a process finds out about the tasks of these names."""
-    command = [sys.executable, __file__, *(["--dry-run"] if run.dry else []), "--worker", *names]
-    limit, ended = NUMBERS_END - run.seconds, "not finished in time"
+def healthy() -> bool:
+    """Whether the GPU still takes work: after a bad access it takes none from this process."""
     try:
-        done = subprocess.run(command, stdout=subprocess.PIPE, timeout=limit)
-        output, ended = done.stdout, f"the process ended with {done.returncode}"
-    except subprocess.TimeoutExpired as error:
-        output = error.stdout or b""
-    found = [json.loads(line) for line in output.splitlines() if line.startswith(b"{")]
-    missing = set(names) - {line["task"] for line in found}
-    return found + [{"task": name, "failures": [ended]} for name in missing]
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    except RuntimeError:
+        return False
+    return True
 
 
-def work(names: list[str], run: Run) -> None:
-    """Do these tasks, and print what was found as a line of JSON each."""
-    for name in names:
-        begin = time.monotonic()
-        try:
-            checks, failures = TASKS[name](run)
-        except Exception as error:
-            traceback.print_exc()
-            checks, failures = 0, [said(error)]
-        passed = checks - len({text.partition(": ")[0] for text in failures})
-        line = {"task": name, "failures": failures}
-        line |= {"passed": f"{passed} of {checks}"} if checks else {}
-        print(json.dumps(line | {"seconds": round(time.monotonic() - begin, 1)}), flush=True)
-
-
-def shown(name: str, failures: list[str]) -> Iterator[str]:
-    yield from (f"{name}, {text}" for text in failures[:SHOWN])
-    if len(failures) > SHOWN:
-        yield f"{name}: {len(failures) - SHOWN} more"
-
-
-# --- times, one after the other ------------------------------------------------------------
-
-
-def bandwidths(run: Run) -> Part:
-    part, rows = Part("Bandwidth in bf16"), []
-    for case in CASES.values():
-        for N in gpu_speed.widths(case, run.dry):
-            if run.seconds > BANDWIDTHS_END:
-                part.failures.append(f"{case.name}, {N} columns: not reached in time")
-                continue
-            try:
-                rows.append(gpu_speed.measure(case, N, run.device, run.dry))
-            except Exception as error:
-                traceback.print_exc()
-                part.failures.append(f"{case.name}, {N} columns: {said(error)}")
+def numbers(part: Part, run: Run, end: float, only: tuple[str, ...]) -> None:
+    """Check all ops, and compile what is timed."""
     part.text = (
-        "GB/s by the fewest bytes that must move, medians. The backward gets a gradient for each "
-        "result, autograd included; with three gradients of y and the residual's where there can "
-        "be one it is the inner op. A copy is a kernel with as many reads and writes.\n\n"
-    ) + table(rows)
-    return part
-
-
-def blocks(run: Run) -> Part:
-    part = Part("Two blocks and a last norm in bf16, forward and backward")
-    if run.seconds > BLOCKS_END:
-        part.failures.append("block: not reached in time")
-        return part
-    rows, part.failures = gpu_block.measure(run.device, run.dry)
-    part.text = "Medians of alternating runs; peak memory beyond the weights.\n\n" + table(rows)
-    return part
+        "Outputs and gradients against fp64 and plain ops, in memory full of NaN; the bits of two "
+        "runs; rows beside bad rows."
+    )
+    names = list(tasks(run, only))
+    count = DRY_WORKERS if run.dry else min(MOST_WORKERS, len(os.sched_getaffinity(0)))
+    given = [flag for flag, on in (("--dry-run", run.dry), ("--interpret", run.interpreted)) if on]
+    given += ["--wheels", str(run.wheels)] if run.wheels else []
+    command = [sys.executable, __file__, *given, "--worker"]
+    seconds = float("inf") if run.interpreted else end - run.seconds
+    found = {one.pop("task"): one for one in gpu_pool.run(names, command, count, seconds)}
+    for name in names:
+        failures = found[name].pop("failures")
+        part.failures += [f"{name}, {text}" for text in failures[:SHOWN]]
+        part.failures += [f"{name}: {len(failures) - SHOWN} more"] if failures[SHOWN:] else []
+        part.rows.append({"": name, **found[name]})
 
 
 # --- report --------------------------------------------------------------------------------
-
-
-def table(rows: list[dict]) -> str:
-    return tabulate(rows, headers="keys", tablefmt="github", floatfmt=".4g")
-
-
-def said(error: Exception) -> str:
-    """The kind of an error and its first line."""
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-
-
-def finish(make: Callable[[Run], Part], run: Run) -> Part:
-    """A part, with its time; an error in it is one of its failures."""
-    begin = time.monotonic()
-    try:
-        part = make(run)
-    except Exception as error:
-        traceback.print_exc()
-        part = Part(make.__name__.capitalize(), failures=[said(error)])
-    part.seconds = time.monotonic() - begin
-    return part
 
 
 def head(run: Run) -> str:
@@ -212,7 +143,9 @@ def head(run: Run) -> str:
 
     name = f"CPU ({platform.machine()})" if run.dry else torch.cuda.get_device_name()
     text = f"# fxfuse on {name}, PyTorch {torch.__version__}, Triton {triton.__version__}\n"
-    if run.dry:
+    if run.interpreted:
+        text += "\nTiny sizes in Triton's interpreter; not in bf16, to which it truncates.\n"
+    elif run.dry:
         text += (
             "\nDry run: tiny sizes on the CPU, where the ops take their CPU path. "
             "No kernel ran and no figure below says anything about one.\n"
@@ -220,44 +153,102 @@ def head(run: Run) -> str:
     return text
 
 
-def report(run: Run) -> Iterator[tuple[str, bool]]:
-    """The report piece by piece, each with whether all is well."""
-    yield head(run), True
-    failures = 0
-    for make in (first, bandwidths, blocks):
-        part = finish(make, run)
-        failures += len(part.failures)
-        yield str(part), not part.failures
-    verdict = f"{failures} failures" if failures else "All checks passed"
-    yield f"{verdict}; {run.seconds:.0f} seconds in all.\n", not failures
+def parts(run: Run, only: tuple[str, ...], plot: Path | None) -> Iterator[Part]:
+    """The parts of the report, one after the other; each is made whatever the others found."""
+    swept: list[gpu_speed.Row] = []
+    compared: list[gpu_speed.Row] = []
+    made = {
+        "numbers": ("Numbers, and compiling what is timed", functools.partial(numbers, only=only)),
+        "large": ("More than 2**31 elements", gpu_parts.large),
+        "ceilings": ("Ceilings", gpu_parts.ceilings),
+        "sweep": ("Shares of the ceilings", functools.partial(gpu_parts.sweep, kept=swept)),
+        "compare": ("Beside others", functools.partial(gpu_parts.compare, kept=compared)),
+        "block": ("Two blocks and a last norm in bf16, forward and backward", gpu_parts.block),
+        "race": ("Cuts of the backward kernels", gpu_parts.race),
+    }
+    for name, (title, fill) in made.items():
+        if name in only:
+            begin = functools.partial(fill, run=run, end=ENDS[name])
+            yield gpu_parts.finish(begin, Part(title))
+    if "targets" in only:
+        fill = functools.partial(gpu_parts.targets, swept=swept, compared=compared)
+        yield gpu_parts.finish(fill, Part("Targets"))
+    if plot is not None:
+        yield plotted(swept, head(run).splitlines()[0].lstrip("# "), plot)
+
+
+def plotted(rows: list[gpu_speed.Row], title: str, path: Path) -> Part:
+    part = Part("Plot")
+    try:
+        gpu_plot.draw(rows, title, path)
+        part.text = f"In {path}."
+    except ImportError as error:
+        part.notes = [f"no plot: {error}"]
+    return part
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--dry-run", action="store_true", help="tiny sizes on the CPU")
-    parser.add_argument("--output", type=Path, help="also write the report to this file")
-    parser.add_argument("--worker", nargs="+", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parsed()
     if not options.dry_run and not torch.cuda.is_available():
         print("There is no GPU here; --dry-run runs the script on the CPU.", file=sys.stderr)
         return 2
+    run = Run(options.dry_run, options.interpret, options.wheels)
+    only = ("numbers",) if options.interpret else tuple(options.only or PARTS)
+    prepare_process(run)
+    if options.worker:
+        gpu_pool.answer(tasks(run, PARTS), healthy)
+        return 0
+    pieces, found = [head(run)], []
+    print(pieces[0], flush=True)
+    for part in parts(run, only, options.plot):
+        print(part, flush=True)
+        pieces.append(str(part))
+        found.append(part)
+    failures = sum(len(part.failures) for part in found)
+    verdict = f"{failures} failures" if failures else "All checks passed"
+    pieces.append(f"{verdict}; {run.seconds:.0f} seconds in all.\n")
+    print(pieces[-1])
+    write(options.output, "\n".join(pieces))
+    kept = {"on": pieces[0].splitlines()[0].lstrip("# "), "dry": run.dry, "verdict": verdict}
+    write(options.json, json.dumps(kept | {"parts": [p.as_json() for p in found]}, indent=1))
+    return 1 if failures else 0
+
+
+def prepare_process(run: Run) -> None:
+    """Before anything is compiled or timed."""
     # One compiler a process: the processes are as many as the cores, and none disturbs a timing.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    if options.dry_run:
+    if run.interpreted:
+        os.environ["TRITON_INTERPRET"] = "1"
+    if run.wheels is not None:
+        gpu_peers.add_folder(run.wheels)
+    # What Inductor finds fastest while other processes use the GPU is not to be kept.
+    torch._inductor.config.autotune_local_cache = False
+    if run.dry:
         torch.set_num_threads(1)
-    run = Run(options.dry_run)
-    if options.worker:
-        work(options.worker, run)
-        return 0
-    pieces, passed = [], True
-    for piece, well in report(run):
-        print(piece, flush=True)
-        pieces.append(piece)
-        passed &= well
-    if options.output is not None:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text("\n".join(pieces))
-    return 0 if passed else 1
+    gpu_time.begin(run.device)
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dry-run", action="store_true", help="tiny sizes on the CPU")
+    parser.add_argument("--interpret", action="store_true", help="kernels in Triton's interpreter")
+    parser.add_argument("--only", nargs="+", choices=PARTS, metavar="PART", help=", ".join(PARTS))
+    parser.add_argument("--output", type=Path, metavar="FILE", help="also write the report to it")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures to it")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw shares of the ceilings")
+    parser.add_argument("--wheels", type=Path, metavar="FOLDER", help="packages to compare with")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.interpret and not options.dry_run:
+        parser.error("--interpret goes with --dry-run")
+    return options
+
+
+def write(path: Path | None, text: str) -> None:
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
 
 
 if __name__ == "__main__":

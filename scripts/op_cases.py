@@ -14,6 +14,7 @@ import fxfuse.kernels.ops  # noqa: F401 (defines the ops)
 OPS = torch.ops.fxfuse
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 EPS = 1e-6
+MOST_GRADIENTS = 3
 Tensors = tuple[Tensor, ...]
 
 
@@ -33,6 +34,7 @@ class Case:
     reads, writes: how many tensors [M, N] must at least be moved, (forward, backward), with one
     gradient for each result. widths, timed: of the checks, by dtype, and of the timings in bf16.
     residual: whether there can be a residual gradient. results: how many tensors the op returns.
+    statistics: fp32 numbers that are saved for each row.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Case:
     residual: bool = True
     results: int = 1
     exact: Callable[..., list[Tensor]] = double
+    statistics: int = 1
 
     @property
     def operands(self) -> tuple[str, ...]:
@@ -56,6 +59,20 @@ class Case:
     @property
     def gated(self) -> bool:
         return "gate" in self.rows
+
+    def mix(self, gradients: int = 0) -> tuple[int, int]:
+        """Tensors [M, N] that are read and written, forward or with so many gradients of y."""
+        if not gradients:
+            return self.reads[0], self.writes[0]
+        return self.reads[1] + gradients - 1, self.writes[1]
+
+    def mixes(self) -> list[tuple[int, int]]:
+        return [self.mix(gradients) for gradients in (0, 1, MOST_GRADIENTS)]
+
+    def least_bytes(self, M: int, N: int, itemsize: int, gradients: int = 0) -> int:
+        """The fewest bytes that forward or backward must move, for operands of so many bytes."""
+        weights = len(self.weights) * N * (2 * itemsize if gradients else itemsize)
+        return sum(self.mix(gradients)) * M * N * itemsize + 4 * self.statistics * M + weights
 
 
 # --- RMSNorm, with a residual add in front or readers of its input behind ----------------------
@@ -173,7 +190,7 @@ def silu_norm_case(groups: int, timed: tuple[int, ...]) -> Case:
     name = f"silu_gate_rms_norm, {groups} groups" if groups > 1 else "silu_gate_rms_norm"
     return Case(
         name, ("x", "gate"), ("weight",), chain, op, backward,
-        reads=(2, 3), writes=(1, 2), widths=WIDTHS, timed=timed, residual=False,
+        reads=(2, 3), writes=(1, 2), widths=WIDTHS, timed=timed, residual=False, statistics=groups,
     )  # fmt: skip
 
 
@@ -206,15 +223,20 @@ def sandwich_backward(x: Tensor, residual: Tensor, weight1: Tensor, weight2: Ten
 # --- the table -----------------------------------------------------------------------------
 
 WIDTHS = dict.fromkeys((BF16, FP16, FP32), (64, 128, 1024, 2880, 4096, 8192))
-NORM_WIDTHS = WIDTHS | {BF16: (64, 96, 128, 1000, 1024, 2880, 4096, 8192, 16384)}
+WIDTHS |= {BF16: (64, 96, 128, 256, 512, 1024, 2880, 4096, 8192, 16384)}
+NORM_WIDTHS = {dtype: (*widths, 40960) for dtype, widths in WIDTHS.items()}
+NORM_WIDTHS |= {
+    BF16: (64, 96, 128, 256, 512, 1000, 1024, 2880, 4096, 5120, 7168, 8192, 16384, 40960)
+}
 GATE_WIDTHS = {dtype: (*widths, 11008) for dtype, widths in WIDTHS.items()}
+WIDE = (2048, 4096, 8192, 16384)
 
 CASES = {
     case.name: case
     for case in (
         Case(
             "rms_norm", ("x",), ("weight",), norm_chain, norm_op, norm_backward,
-            reads=(1, 2), writes=(1, 1), widths=NORM_WIDTHS, timed=(128, 4096),
+            reads=(1, 2), writes=(1, 1), widths=NORM_WIDTHS, timed=(64, 128, 256, 512, 4096),
         ),
         Case(
             "rms_norm_fork", ("x",), ("weight",), norm_chain, fork_op, norm_backward,
@@ -223,17 +245,17 @@ CASES = {
         Case(
             "add_rms_norm", ("x", "residual"), ("weight",), add_chain, add_op, add_backward,
             reads=(2, 3), writes=(2, 1), widths=NORM_WIDTHS,
-            timed=(128, 1024, 2880, 4096, 8192, 16384), exact=with_rounded_sum, results=2,
+            timed=(128, 1024, 2880, 5120, *WIDE), exact=with_rounded_sum, results=2,
         ),
         Case(
             "silu_gate", ("x", "gate"), (), silu_chain, silu_op, silu_backward,
             reads=(2, 3), writes=(1, 2), widths=GATE_WIDTHS, timed=(11008,),
-            residual=False,
+            residual=False, statistics=0,
         ),
         Case(
             "rms_norm_silu_gate", ("x", "gate"), ("weight",),
             norm_silu_chain, norm_silu_op, norm_silu_backward,
-            reads=(2, 3), writes=(1, 2), widths=WIDTHS, timed=(64, 128, 4096),
+            reads=(2, 3), writes=(1, 2), widths=WIDTHS, timed=(64, 128, 256, 512, *WIDE),
         ),
         silu_norm_case(1, timed=(1024, 4096)),
         silu_norm_case(8, timed=(8192,)),
@@ -241,6 +263,7 @@ CASES = {
             "rms_norm_add_rms_norm", ("x", "residual"), ("weight1", "weight2"),
             sandwich_chain, sandwich_op, sandwich_backward,
             reads=(2, 4), writes=(2, 2), widths=WIDTHS, timed=(2880, 4096, 8192), results=2,
+            statistics=2,
         ),
     )
 }  # fmt: skip
