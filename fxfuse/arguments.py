@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
-TARGETS = ("cpu", "sm_80", "sm_90", "sm_100")
+TARGETS = ("cpu", "sm_80", "sm_90", "sm_100", "sm_120", "gfx942")
 _ABOUT = "Find norms, residual adds and silu gates in PyTorch models, and say what would be fused."
 _TARGET = """\
 TARGET is one of

@@ -37,7 +37,7 @@ def inspect_target(options: Namespace) -> int:
     """`fxfuse inspect`: print the sites of a model."""
     expected = dict(_expectation(text) for text in options.expect)
     _quieten()
-    from fxfuse import listing, registry
+    from fxfuse import listing, placing, registry
 
     for path in options.patterns:
         registry.load_file(path)
@@ -57,7 +57,9 @@ def inspect_target(options: Namespace) -> int:
         print(report.to_json())
     else:
         parts = (
-            listing.decided_for(options.device or _present(), asked=options.device is not None),
+            listing.decided_for(
+                options.device or placing.present(), asked=options.device is not None
+            ),
             listing.sites(report),
             listing.misses(report, options.why),
             listing.totals(report),
@@ -83,12 +85,12 @@ def look(
     given, settings: the texts of --input and --set. device: one of `arguments.TARGETS`.
     choice: `patterns` and `policy` as in `explain`. Raises `errors.TargetError`.
     """
-    from fxfuse import targets
+    from fxfuse import placing, targets
     from fxfuse.rewrite import rewrite
     from fxfuse.trace import explain
 
     found = targets.load(target, given, settings, train)
-    choice["target"] = device or _present()
+    choice["target"] = device or placing.present()
     try:
         if found.program is not None:
             return rewrite(found.program.graph_module, compiled=True, **choice)
@@ -118,17 +120,6 @@ def _expectation(text: str) -> tuple[str, int]:
     if not name or not count.isdecimal():
         raise errors.BadExpectation(text=text)
     return name, int(count)
-
-
-def _present() -> str:
-    """The GPU that is present, rounded down to one of the known targets; else sm_90."""
-    import torch
-
-    if not torch.cuda.is_available() or torch.version.hip:
-        return "sm_90"
-    major, minor = torch.cuda.get_device_capability()
-    known = [t for t in arguments.TARGETS[1:] if int(t[3:]) <= 10 * major + minor]
-    return known[-1] if known else arguments.TARGETS[1]
 
 
 def _quieten() -> None:

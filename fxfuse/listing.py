@@ -74,7 +74,7 @@ def _heading(m: Match) -> str:
         ("op", m.op),
         ("operands", operands or "not known from this graph"),
         ("attributes", ", ".join(f"{k}={v}" for k, v in m.attributes.items() if v != "")),
-        ("policy", m.policy),
+        ("policy", m.policy.replace("; ", ";\n")),
         ("saved", _saved(m)),
     ]
     return _indent(tabulate([row for row in rows if row[1]], tablefmt="plain"))

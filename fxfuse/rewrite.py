@@ -10,11 +10,13 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import fx
 
-from fxfuse import fuel, policy as policies, registry
+from fxfuse import fuel, placing, policy as policies, registry
 from fxfuse.describe import describe
 from fxfuse.guard import Guards
 from fxfuse.match import Bound, Call, Decline, Derived, Fusion
 from fxfuse.misses import Refusals
+from fxfuse.neighbours import Neighbours
+from fxfuse.policy import Choice
 from fxfuse.report import Match, Miss, Report
 from fxfuse.site import Site, site
 from fxfuse.term import Attr
@@ -82,6 +84,7 @@ class _Plan:
     fusion: Fusion
     site: Site
     call: Call
+    choice: Choice
     matches: list[Match]
     readers: frozenset[fx.Node] = frozenset()
     twins: tuple[fx.Node, ...] = ()
@@ -107,6 +110,7 @@ class _Rewrite:
         self.view = View(self.graph_module)
         self._nodes = list(self.graph_module.graph.nodes)
         self.guards = Guards(self.view)
+        self.neighbours = Neighbours(self.view)
         self.refusals = Refusals(self.view, self.fusions)
         self._plan()
         self.misses = self.refusals.misses(self._taken)
@@ -143,6 +147,8 @@ class _Rewrite:
                 self._plans.append(plan)
                 self._taken.update(dict.fromkeys(plan.site.nodes, plan.fusion.size))
                 self._needed.update(plan.site.inputs)
+                if plan.choice.forward == "kernel":
+                    self.neighbours.add_kernel(plan.site)
 
     def _best(self, node: fx.Node) -> _Plan | None:
         word = self.view.term(node).word
@@ -182,14 +188,12 @@ class _Rewrite:
         if readers:
             matches.append(replace(match, pattern=call.fork.pattern, bytes_saved=None))
         twins = self.guards.twins(bound.get(call.fork.of)) if readers else ()
-        return _Plan(fusion, where, call, matches, readers, tuple(twins))
+        return _Plan(fusion, where, call, choice, matches, readers, tuple(twins))
 
     def _place(self, fusion: Fusion, call: Call, where: Site) -> policies.Place | None:
         if fusion.backward and call.like is not None:
             return None  # it makes a backward op larger that is there already
-        values = [self.view.facts.value(n) for n in (*where.outputs, *where.inputs)]
-        group = call.kwargs.get("group", 0)
-        return policies.place(fusion.name, values, self.compiled, self.target, group)
+        return placing.place(self.neighbours, fusion, call, where, self.compiled, self.target)
 
     def _later_readers(self, call: Call, bound: Bound, where: Site) -> frozenset[fx.Node]:
         """Who can be given the alias of a fork; nobody where no gradient will flow."""

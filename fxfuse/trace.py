@@ -37,7 +37,7 @@ def explain(
 
     model: an `nn.Module` or a function of tensors, on any device; the meta device will do.
     train: trace with gradients or without; by default as grad mode is. `model.training` stays.
-    target: decide for this device (`cpu`, `sm_80`, `sm_90`, `sm_100`), not for the tensors' own.
+    target: decide for this device (`cpu` or a GPU such as `sm_90`), not for the tensors' own.
     Where the model breaks into several graphs, the report covers them all, and a miss names the
     line of the first break. An error of the model itself is raised as it is. A model with an input
     of the name of one of these options is explained through a function that calls it.
