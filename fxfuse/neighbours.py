@@ -44,7 +44,7 @@ class Neighbours:
         idle = [n for n in site.outputs[1:] if not readers[n] and n not in kept]
         dres = [n for n in site.outputs[1:] if readers[n]]
         if call.fork is not None:
-            dres += [n for n in inputs if any(u not in site.nodes for u in _users(n))]
+            dres += [n for n in inputs if any(self._readers(n, site))]
         fused = [n for n in site.outputs if any(self._joins(u, site) for u in readers[n])]
         barriers = [self._before(n, site, wide[n], n in kept) for n in site.inputs if wide[n]]
         barriers += [self._behind(n, site, wide[n], readers[n], n in kept) for n in fused]
@@ -62,6 +62,14 @@ class Neighbours:
             barriers=tuple(b for b in barriers if b is not None),
             in_backward=in_backward,
         )
+
+    def added_apart(self, call: Call) -> int:
+        """How many of the gradients that a backward op is to take, beside those that it takes
+        already, Inductor would add up in one kernel, without writing them.
+        """
+        known = set(call.like.all_input_nodes)
+        taken = [n for n in call.operands if isinstance(n, fx.Node) and n not in known]
+        return sum(len(n.users) == 1 and is_generated(self.view, self._source(n)) for n in taken)
 
     # ---- sizes ----
 
@@ -91,17 +99,16 @@ class Neighbours:
 
     def _before(self, node: fx.Node, site: Site, size: int, saved: bool) -> Barrier | None:
         """What makes an input, if Inductor would make it within the site."""
-        source = node
-        while is_view(self.view, source):
-            source = source.all_input_nodes[0]
+        source = self._source(node)
         if not self._joins(source, site):
             return None
-        elsewhere = any(u not in site.nodes for u in _users(node))
+        elsewhere = any(self._readers(node, site))
         name = name_of(self.view, source)
-        # a sum has nothing to compute for its gradients; and the operands of a sum in the site
-        # share theirs, so that it is written in any case
-        forward, backward = 1 if elsewhere else 2, 0 if name == "add" else 2 if saved else 1
-        return Barrier(f"the {name} before it", forward * size, backward * size)
+        return Barrier(
+            f"the {name} before it",
+            forward=(1 if elsewhere else 2) * size,
+            backward=_gradients_apart(name, saved, elsewhere) * size,
+        )
 
     def _behind(
         self, node: fx.Node, site: Site, size: int, readers: list[fx.Node], saved: bool
@@ -114,10 +121,17 @@ class Neighbours:
         forward, backward = 1 if saved or not all(joined) else 2, 1 if name == "add" else 2
         return Barrier(f"the {name} behind it", forward * size, backward * size)
 
-    def _readers(self, node: fx.Node, site: Site) -> Iterator[fx.Node]:
+    def _source(self, node: fx.Node) -> fx.Node:
+        """What makes a value, behind any views of it."""
+        while is_view(self.view, node):
+            node = node.all_input_nodes[0]
+        return node
+
+    def _readers(self, node: object, site: Site) -> Iterator[fx.Node]:
         """Who reads a value outside of the site, through views; a kernel's nodes count as one."""
-        for user in _users(node):
-            if user in site.nodes or not self.view.facts.is_tensor(user):
+        for user in getattr(node, "users", ()):
+            used = user.users or user.op == "output"
+            if user in site.nodes or not used or not self.view.facts.is_tensor(user):
                 continue
             if user in self.kernels:
                 yield self.kernels[user]
@@ -153,5 +167,15 @@ class Neighbours:
         return not (is_view(self.view, node) or is_generated(self.view, node))
 
 
-def _users(node: object) -> list[fx.Node]:
-    return list(node.users) if isinstance(node, fx.Node) else []
+def _gradients_apart(name: str, saved: bool, elsewhere: bool) -> int:
+    """How often a gradient goes through memory between a backward and that of what made an input.
+
+    The operands of a sum in the site share their gradient, so that it is written in any case, and a
+    sum before the site has nothing to compute for its gradients. Inductor saves the operands of
+    what made an input instead of the input, and computes that again within the backward.
+    """
+    if name == "add":
+        return 0
+    if not saved:
+        return 1
+    return 2 if elsewhere else 4

@@ -28,8 +28,12 @@ def place(
     known = [value for value in values if value is not None]
     trains = not fusion.backward and _trains(known)
     rows, columns = _size(values[0], call.kwargs.get("group", 0))
+    joins = fusion.backward and call.like is not None
     on_cpu = not known or known[0].device.type == "cpu"
     target = target or ("cpu" if on_cpu else present(known[0].device))
+    flow = None
+    if compiled and target != "cpu" and not joins:
+        flow = neighbours.flow(site, call, trains, fusion.backward)
     return Place(
         pattern=fusion.name,
         target=target,
@@ -38,9 +42,8 @@ def place(
         columns=columns,
         half=any(value.dtype in _HALVES for value in known),
         trains=trains,
-        flow=neighbours.flow(site, call, trains, fusion.backward)
-        if compiled and target != "cpu"
-        else None,
+        flow=flow,
+        added_apart=neighbours.added_apart(call) if joins else None,
     )
 
 

@@ -24,7 +24,9 @@ class Place:
     """Where a site of a pattern will run.
 
     target: one of `TARGETS`. rows, columns, flow: None where they are not known. half: whether an
-    operand or result is fp16 or bf16. trains: whether gradients are asked for.
+    operand or result is fp16 or bf16. trains: whether gradients are asked for. added_apart: of a
+    backward op that is there and is to take more gradients, how many of these Inductor would add up
+    in one kernel; None for all else.
     """
 
     pattern: str
@@ -35,6 +37,7 @@ class Place:
     half: bool = False
     trains: bool = True
     flow: Flow | None = None
+    added_apart: int | None = None
 
 
 @dataclass(frozen=True)
@@ -53,8 +56,8 @@ class Rule:
 
 
 NO_COMPILER = Choice("kernel", "kernel", "no compiler follows that would fuse it")
-# Of a backward pattern: its op is a kernel already.
 JOINED = Choice("kernel", "kernel", "it goes into a kernel that runs anyway")
+ADDED = Choice("inline", "inline", "Inductor adds these gradients up where it computes them")
 UNKNOWN = Choice("inline", "inline", "its shapes are not known, so nothing is put in the way")
 
 # ---- CPU ----------------------------------------------------------------------------------------
@@ -112,12 +115,13 @@ def _leads(kernel: Cost, forms: list[Cost], gpu: GPU, elements: int | None) -> b
 # ---- what decides -------------------------------------------------------------------------------
 
 
-def choose(policy: str, place: Place | None) -> Choice | None:
-    """The sides of a site, or None if policy leaves all sites alone; no place: a backward op's."""
+def choose(policy: str, place: Place) -> Choice | None:
+    """The sides of a site, or None if policy leaves all sites alone."""
     if policy == "never":
         return None
-    if place is None:
-        return JOINED
+    if place.added_apart is not None:
+        by_compiler = policy == "auto" and place.compiled and place.added_apart > 1
+        return ADDED if by_compiler else JOINED
     if policy == "always":
         return Choice("kernel", "kernel", "policy is always")
     if not place.compiled:

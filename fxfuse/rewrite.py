@@ -173,7 +173,8 @@ class _Rewrite:
         reason = self.guards.refuse(where)
         if reason:
             return self._refuse(fusion, bound, reason)
-        choice = policies.choose(self.policy, self._place(fusion, call, where))
+        here = placing.place(self.neighbours, fusion, call, where, self.compiled, self.target)
+        choice = policies.choose(self.policy, here)
         if choice is None:
             return self._refuse(fusion, bound, "the policy is to leave every site alone (never)")
         if fusion.backward and choice.backward == "inline":
@@ -189,11 +190,6 @@ class _Rewrite:
             matches.append(replace(match, pattern=call.fork.pattern, bytes_saved=None))
         twins = self.guards.twins(bound.get(call.fork.of)) if readers else ()
         return _Plan(fusion, where, call, choice, matches, readers, tuple(twins))
-
-    def _place(self, fusion: Fusion, call: Call, where: Site) -> policies.Place | None:
-        if fusion.backward and call.like is not None:
-            return None  # it makes a backward op larger that is there already
-        return placing.place(self.neighbours, fusion, call, where, self.compiled, self.target)
 
     def _later_readers(self, call: Call, bound: Bound, where: Site) -> frozenset[fx.Node]:
         """Who can be given the alias of a fork; nobody where no gradient will flow."""

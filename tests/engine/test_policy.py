@@ -153,8 +153,14 @@ def test_a_kernel_never_wins_with_more_bytes():
 
 
 def test_what_joins_a_backward_kernel():
-    assert policy.choose("auto", None).backward == "kernel"
-    assert policy.choose("never", None) is None
+    """Not what Inductor would add up without writing it first."""
+    for count, side in ((0, "kernel"), (1, "kernel"), (2, "inline")):
+        joining = place(None, 4096, 4096, added_apart=count)
+        assert policy.choose("auto", joining).backward == side
+        assert policy.choose("always", joining).backward == "kernel"
+        assert policy.choose("never", joining) is None
+    alone = policy.Place("any", "sm_90", compiled=False, added_apart=2)
+    assert policy.choose("auto", alone).backward == "kernel"
 
 
 def test_always_and_never():
