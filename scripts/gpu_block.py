@@ -97,25 +97,22 @@ class Side:
         return [self.x.grad, *(p.grad for p in self.model.parameters())]
 
 
-def compiled_sides(model: nn.Module, size: Size, device: str, dry: bool) -> dict[str, Side]:
+def backends(dry: bool) -> dict[str, Callable | str]:
     """torch.compile alone, and with fxfuse by both policies."""
     inner = "aot_eager" if dry else "inductor"
-    backends = {"torch.compile": inner}
-    for policy in ("auto", "always"):
-        backends[f"fxfuse, {policy}"] = fxfuse.make_backend(inner, policy=policy)
-    sides = {}
-    for name, backend in backends.items():
-        twin = copy.deepcopy(model)
-        call = torch.compile(twin, backend=backend, dynamic=False)
-        sides[name] = Side(twin, call, size, device)
-    return sides
+    fused = {f"fxfuse, {p}": fxfuse.make_backend(inner, policy=p) for p in ("auto", "always")}
+    return {"torch.compile": inner, **fused}
 
 
-def prepare(device: str, dry: bool) -> None:
-    """Fill the caches of Triton and Inductor with what `measure` runs."""
+def compiled_side(model: nn.Module, backend: Callable | str, size: Size, device: str) -> Side:
+    twin = copy.deepcopy(model)
+    return Side(twin, torch.compile(twin, backend=backend, dynamic=False), size, device)
+
+
+def prepare(name: str, device: str, dry: bool) -> None:
+    """Fill the caches of Triton and Inductor with what `measure` runs of one side."""
     size = DRY if dry else FULL
-    for side in compiled_sides(make_model(size, device), size, device, dry).values():
-        side.step()
+    compiled_side(make_model(size, device), backends(dry)[name], size, device).step()
 
 
 # --- numbers -------------------------------------------------------------------------------
@@ -198,7 +195,9 @@ def measure(device: str, dry: bool) -> tuple[list[dict[str, object]], list[str]]
     model = make_model(size, device)
     exact = exact_step(model, size, device)
     eager = errors(Side(model, model, size, device), *exact)
-    sides = compiled_sides(model, size, device, dry)
+    sides = {
+        name: compiled_side(model, backend, size, device) for name, backend in backends(dry).items()
+    }
     found, counts, failures = first_steps(sides, exact)
     failures += too_far(found, eager)
     ms = medians([sides[name].step for name in found], device, 2 if dry else ROUNDS)

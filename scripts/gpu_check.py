@@ -40,9 +40,10 @@ from op_cases import CASES
 # Since the beginning, in seconds: when a part ends, or begins nothing new.
 ENDS = {
     "numbers": 165, "large": 185, "ceilings": 195, "sweep": 215, "compare": 290, "block": 315,
-    "race": 345,
+    "race": 340,
 }  # fmt: skip
 PARTS = (*ENDS, "targets")
+INTERPRETED_SECONDS = 3600  # for the numbers, which are all that is done there
 DRY_WORKERS, MOST_WORKERS = 2, 16
 SHOWN = 10  # failures of one task
 Task = Callable[[], gpu_pool.Found]
@@ -52,25 +53,29 @@ Task = Callable[[], gpu_pool.Found]
 
 
 def tasks(run: Run, only: tuple[str, ...]) -> dict[str, Task]:
-    """What is done in other processes, the longest first."""
-    found: dict[str, Task] = {}
-    if not run.interpreted:
-        found |= compilations(run, only)
-    if "numbers" in only:
-        found |= {
-            f"check {name}, {str(dtype).removeprefix('torch.')}": functools.partial(
-                checked, name, dtype, run
-            )
-            for dtype in scope(run).dtypes
-            for name in CASES
-        }
-    return found
+    """What is done in other processes: the checks first, and what would take long at the end."""
+    checks = {
+        f"check {name}, {str(dtype).removeprefix('torch.')}": functools.partial(
+            checked, name, dtype, run
+        )
+        for dtype in scope(run).dtypes
+        for name in CASES
+    }
+    found = compilations(run, only)
+    blocks = {name: task for name, task in found.items() if name.startswith("compile blocks")}
+    return blocks | (checks if "numbers" in only else {}) | found
 
 
 def compilations(run: Run, only: tuple[str, ...]) -> dict[str, Task]:
     """What fills the caches for the parts that are timed."""
+    if run.interpreted:
+        return {}
     device, dry = run.device, run.dry
-    found = {"block": {"compile block": functools.partial(gpu_block.prepare, device, dry)}}
+    found = {}
+    found["block"] = {
+        f"compile blocks, {name}": functools.partial(gpu_block.prepare, name, device, dry)
+        for name in gpu_block.backends(dry)
+    }
     found["compare"] = {
         f"compile {shape}": functools.partial(gpu_speed.prepare, shape, device, dry)
         for shape in gpu_speed.compared(dry)
@@ -126,12 +131,14 @@ def numbers(part: Part, run: Run, end: float, only: tuple[str, ...]) -> None:
     given = [flag for flag, on in (("--dry-run", run.dry), ("--interpret", run.interpreted)) if on]
     given += ["--wheels", str(run.wheels)] if run.wheels else []
     command = [sys.executable, __file__, *given, "--worker"]
-    seconds = float("inf") if run.interpreted else end - run.seconds
+    seconds = INTERPRETED_SECONDS if run.interpreted else end - run.seconds
     found = {one.pop("task"): one for one in gpu_pool.run(names, command, count, seconds)}
     for name in names:
         failures = found[name].pop("failures")
-        part.failures += [f"{name}, {text}" for text in failures[:SHOWN]]
-        part.failures += [f"{name}: {len(failures) - SHOWN} more"] if failures[SHOWN:] else []
+        lines = [f"{name}, {text}" for text in failures[:SHOWN]]
+        lines += [f"{name}: {len(failures) - SHOWN} more"] if failures[SHOWN:] else []
+        late = name.startswith("compile") and failures in gpu_pool.LATE
+        (part.notes if late else part.failures).extend(lines)
         part.rows.append({"": name, **found[name]})
 
 
@@ -217,7 +224,7 @@ def main() -> int:
 def prepare_process(run: Run) -> None:
     """Before anything is compiled or timed."""
     # One compiler a process: the processes are as many as the cores, and none disturbs a timing.
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    torch._inductor.config.compile_threads = 1
     if run.interpreted:
         os.environ["TRITON_INTERPRET"] = "1"
     if run.wheels is not None:

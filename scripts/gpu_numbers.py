@@ -50,7 +50,7 @@ FULL = Scope(4096, (1, 3, 257))
 DRY = Scope(64, (1, 3), (64, 96))
 # Triton's interpreter truncates where a GPU rounds to bf16, so bf16 is left out. The widths have
 # tiles of several rows, masked columns, and in the backward chunks of a row.
-INTERPRETED = Scope(9, (1,), (64, 1000, 8208), (FP16, FP32), FEW_GRADIENTS, 1 << 16)
+INTERPRETED = Scope(9, (1,), (64, 1000, 8208), (FP16, FP32), FEW_GRADIENTS, 1 << 15)
 
 
 @dataclass(frozen=True)

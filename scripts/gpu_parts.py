@@ -187,11 +187,11 @@ def race(part: Part, run: Run, end: float) -> None:
         "The backward kernels in other cuts than the one that is chosen, M N = 64 Mi in bf16; "
         "medians behind a flushed cache."
     )
-    results = []
+    part.shown, results = gpu_race.shown, []
     for shape in in_time(part, run, end, gpu_race.shapes(run.dry)):
         result, failures = gpu_race.run(shape, run.device, run.dry)
         results.append(result)
-        part.rows.append(result.row(run.device))
+        part.rows.append(result.as_json(run.device))
         part.failures += failures
         free(run)
     lines = "\n".join(gpu_race.table(results)) or "# nothing is faster than what is chosen"

@@ -12,6 +12,8 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+NOT_REACHED, NOT_DONE = "not reached in time", "not done in time"
+LATE = ([NOT_REACHED], [NOT_DONE])  # the failures of a task for which there was no time
 Found = dict[str, object]  # what a task says: at least "task" and "failures"
 # Between asking the processes to end and their end, in seconds.
 GRACE = 5.0
@@ -40,7 +42,7 @@ def _worker(waiting: queue.SimpleQueue, command: Sequence[str], end: float) -> I
         except queue.Empty:
             break
         if time.monotonic() >= end:
-            yield _failed(name, "not reached in time")
+            yield _failed(name, NOT_REACHED)
             continue
         if process is None:
             process, timer = _start(command, end)
@@ -49,7 +51,7 @@ def _worker(waiting: queue.SimpleQueue, command: Sequence[str], end: float) -> I
             code = process.wait()
             timer.cancel()
             late = time.monotonic() >= end
-            reason = "not done in time" if late else f"its process ended with {code}"
+            reason = NOT_DONE if late else f"its process ended with {code}"
             process = None
         yield found or _failed(name, reason)
     if process is not None:

@@ -68,20 +68,34 @@ class Result:
         best, cut = self.cuts[0] if self.cuts else (self.chosen, None)
         return cut if cut and self.chosen > GAIN * best else None
 
-    def row(self, device: str) -> dict[str, object]:
+    def as_json(self, device: str) -> dict[str, object]:
+        """ceiling_ms: what moving the fewest bytes takes at best."""
         shape = self.shape
         least = shape.case.least_bytes(shape.M, shape.N, BF16.itemsize, 1)
-        most = ceiling(shape.case.mix(1), device) * 1e6
-        best = self.cuts[0] if self.cuts else (self.chosen, "none ran")
         return {
             "op": shape.name,
             "columns": shape.N,
-            "as chosen: of the ceiling": f"{least / self.chosen / most:.0%}",
-            "fastest: of the ceiling": f"{least / best[0] / most:.0%}",
-            "fastest": str(best[1]),
-            "cuts": len(self.cuts),
+            "ceiling_ms": least / ceiling(shape.case.mix(1), device) / 1e6,
+            "chosen_ms": self.chosen,
+            "cuts": [{"ms": ms, **asdict(cut)} for ms, cut in self.cuts],
             "do not fit": self.unfit,
         }
+
+
+def shown(row: dict) -> dict[str, object]:
+    """A row for people: of all cuts only the fastest."""
+    cuts, most = row["cuts"], row["ceiling_ms"]
+    best = cuts[0] if cuts else None
+    names = ("num_warps", "stages", "resident", "rung")
+    return {
+        "op": row["op"],
+        "columns": row["columns"],
+        "as chosen: of the ceiling": f"{most / row['chosen_ms']:.0%}",
+        "fastest: of the ceiling": f"{most / best['ms']:.0%}" if best else None,
+        "fastest": str(Cut(*(best[name] for name in names))) if best else None,
+        "cuts": len(cuts),
+        "do not fit": row["do not fit"],
+    }
 
 
 def shapes(dry: bool) -> list[Shape]:

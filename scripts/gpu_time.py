@@ -15,7 +15,7 @@ WARM_UP_MS, MEASURED_MS = 10, 30
 # Of a replay: how long it should take, the most calls in it, and how often it is timed.
 GRAPH_MS, GRAPH_CALLS, REPLAYS = 4.0, 20, 7
 # Input sets together are so many times the L2 cache, so that none is found there again.
-CACHES, MOST_SETS = 4, 16
+CACHES, MOST_SETS = 8, 16
 Call = Callable[[], object]
 
 

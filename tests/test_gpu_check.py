@@ -15,6 +15,7 @@ import torch
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 sys.path.insert(0, str(SCRIPTS))  # where they import one another from
+import gpu_check  # noqa: E402
 import gpu_large  # noqa: E402
 import gpu_numbers  # noqa: E402
 import gpu_parts  # noqa: E402
@@ -55,6 +56,9 @@ def test_a_dry_run_reports_as_text_and_json(tmp_path):
     assert {row["op"] for row in swept} == {c.name for c in CASES.values() if c.timed}
     assert {row["pass"] for row in swept} == {"forward", "backward", "backward, 3 dy"}
     assert all(row["times"]["ours"]["alone_ms"] > 0 for row in swept)
+    for raced in found["parts"][3]["rows"]:
+        times = [cut["ms"] for cut in raced["cuts"]]
+        assert times == sorted(times) and len(times) + raced["do not fit"] >= 2
 
 
 def test_without_a_gpu_it_says_how_to_run_it():
@@ -78,6 +82,15 @@ def test_what_is_not_reached_is_said():
     assert list(gpu_parts.in_time(part, run_, run_.seconds + 60, "ab")) == ["a", "b"]
     assert list(gpu_parts.in_time(part, run_, -1.0, "ab")) == []
     assert part.notes == ["a: not reached in time", "b: not reached in time"]
+
+
+def test_a_check_without_time_has_failed_and_a_compilation_has_not():
+    part, run_ = gpu_parts.Part("Title"), gpu_parts.Run(dry=True)
+    gpu_check.numbers(part, run_, end=-1.0, only=gpu_check.PARTS)
+    assert "check rms_norm, bfloat16, not reached in time" in part.failures
+    assert "compile ceilings, not reached in time" in part.notes
+    assert all(line.startswith("check") for line in part.failures)
+    assert all(line.startswith("compile") for line in part.notes)
 
 
 # --- numbers -------------------------------------------------------------------------------
