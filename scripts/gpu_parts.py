@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import gpu_block
 import gpu_ceilings
@@ -14,9 +15,10 @@ import gpu_large
 import gpu_race
 import gpu_speed
 import gpu_targets
+import torch
 from gpu_peers import CARRY, PEERS
 from gpu_pool import said
-from gpu_speed import FUSED, OURS, THEIRS, Row
+from gpu_speed import FUSED, OURS, THEIRS, Row, Shape
 from tabulate import tabulate
 
 
@@ -85,24 +87,32 @@ def finish(fill: Callable[[Part], None], part: Part) -> Part:
     return part
 
 
-def in_time(part: Part, run: Run, end: float, items: Iterable) -> Iterator:
-    """The items that are begun in time; the others become notes, errors failures."""
+def each(part: Part, run: Run, end: float, items: Iterable, do: Callable[[Any], None]) -> None:
+    """Do this with each item that is reached in time; an error is a failure of that one only."""
     for item in items:
         if run.seconds > end:
             part.notes.append(f"{item}: not reached in time")
-        else:
-            yield item
+            continue
+        try:
+            do(item)
+        except Exception as error:
+            traceback.print_exc()
+            part.failures.append(f"{item}: {said(error)}")
+        if not run.dry:
+            torch.cuda.empty_cache()
 
 
 def large(part: Part, run: Run, end: float) -> None:
     part.text = "Outputs, gradients of the rows and of the weights, against fp64, in bf16."
-    for one in in_time(part, run, end, gpu_large.sizes(run.dry)):
+
+    def check(one: gpu_large.Large) -> None:
         begin = time.monotonic()
-        failures = list(gpu_large.check(one, run.device, run.dry))
-        part.failures += [f"{one}: {text}" for text in failures]
+        part.failures += [f"{one}: {text}" for text in gpu_large.check(one, run.device, run.dry)]
         seconds = round(time.monotonic() - begin, 1)
         elements = one.M * one.N / 2**31
         part.rows.append({"": str(one), "2**31 elements": elements, "seconds": seconds})
+
+    each(part, run, end, gpu_large.sizes(run.dry), check)
     part.failures += part.notes  # a check that was not made has not passed
     part.notes = []
 
@@ -116,29 +126,34 @@ SHARES = (
     "Our kernels without autograd, on inputs that the L2 cache does not hold: medians, replayed "
     "from a CUDA graph. GB/s by the fewest bytes that must move. Alone: launched one at a time."
 )
+RATIOS = (
+    "How many times as fast as each other side our kernel is. Ours, Liger and QuACK are called as "
+    "such; autograd runs the backward of all but ours. Liger and QuACK take one gradient of y: of "
+    "several, one compiled kernel makes the sum first."
+)
 
 
 def sweep(part: Part, run: Run, end: float, kept: list[Row]) -> None:
     part.text, part.shown = SHARES, shares
-    for shape in in_time(part, run, end, gpu_speed.swept(run.dry)):
+
+    def measure(shape: Shape) -> None:
         keep(part, gpu_speed.measure(shape, [gpu_speed.ours(shape.case)], run.device), kept)
+
+    each(part, run, end, gpu_speed.swept(run.dry), measure)
 
 
 def compare(part: Part, run: Run, end: float, kept: list[Row]) -> None:
-    part.text = (
-        "How many times as fast as each other side our kernel is. Ours, Liger and QuACK are called "
-        "as such; autograd runs the backward of all but ours. Liger and QuACK take one gradient "
-        "of y: of several, one compiled kernel makes the sum first."
-    )
-    part.shown = ratios
+    part.text, part.shown = RATIOS, ratios
     absent = [reason for peer in PEERS if (reason := peer.missing())]
     part.after = "\n".join((*absent, "", CARRY)) if absent else ""
-    for shape in in_time(part, run, end, gpu_speed.compared(run.dry)):
+
+    def measure(shape: Shape) -> None:
         sides = list(gpu_speed.sides(shape.case, run.dry))
         sides, lines = gpu_speed.agreeing(sides, shape, run.device)
         part.notes += lines
         keep(part, gpu_speed.measure(shape, sides, run.device), kept)
-        free(run)
+
+    each(part, run, end, gpu_speed.compared(run.dry), measure)
 
 
 def keep(part: Part, found: Iterable[Row | str], kept: list[Row]) -> None:
@@ -188,30 +203,27 @@ def race(part: Part, run: Run, end: float) -> None:
         "medians behind a flushed cache."
     )
     part.shown, results = gpu_race.shown, []
-    for shape in in_time(part, run, end, gpu_race.shapes(run.dry)):
+
+    def compete(shape: Shape) -> None:
         result, failures = gpu_race.run(shape, run.device, run.dry)
         results.append(result)
         part.rows.append(result.as_json(run.device))
         part.failures += failures
-        free(run)
+
+    each(part, run, end, gpu_race.shapes(run.dry), compete)
     lines = "\n".join(gpu_race.table(results)) or "# nothing is faster than what is chosen"
     part.after = f"Overrides:\n\n```python\n{lines}\n```"
 
 
 def block(part: Part, run: Run, end: float) -> None:
     part.text = "Medians of alternating runs; peak memory beyond the weights."
-    if list(in_time(part, run, end, ["block"])):
+
+    def measure(_: str) -> None:
         part.rows, part.failures = gpu_block.measure(run.device, run.dry)
-        free(run)
+
+    each(part, run, end, ["blocks"], measure)
 
 
 def targets(part: Part, swept: list[Row], compared: list[Row]) -> None:
     part.text = "A missed target is no failure, a wrong number is."
     part.rows = [target.as_json() for target in gpu_targets.targets(swept, compared)]
-
-
-def free(run: Run) -> None:
-    if not run.dry:
-        import torch
-
-        torch.cuda.empty_cache()

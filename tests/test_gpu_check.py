@@ -77,11 +77,17 @@ def test_a_part_that_fails_leaves_a_line():
     assert "ValueError: no room" in str(part) and "|   a |" in str(part)
 
 
-def test_what_is_not_reached_is_said():
-    part, run_ = gpu_parts.Part("Title"), gpu_parts.Run(dry=True)
-    assert list(gpu_parts.in_time(part, run_, run_.seconds + 60, "ab")) == ["a", "b"]
-    assert list(gpu_parts.in_time(part, run_, -1.0, "ab")) == []
-    assert part.notes == ["a: not reached in time", "b: not reached in time"]
+def test_what_is_not_reached_is_said_and_what_fails_leaves_the_others():
+    part, run_, done = gpu_parts.Part("Title"), gpu_parts.Run(dry=True), []
+
+    def do(item):
+        done.append(10 / item)
+
+    gpu_parts.each(part, run_, run_.seconds + 60, [5, 0, 2], do)
+    assert done == [2, 5]
+    assert part.failures == ["0: ZeroDivisionError: division by zero"] and not part.notes
+    gpu_parts.each(part, run_, -1.0, [5, 2], do)
+    assert part.notes == ["5: not reached in time", "2: not reached in time"] and done == [2, 5]
 
 
 def test_a_check_without_time_has_failed_and_a_compilation_has_not():
@@ -145,8 +151,8 @@ def test_a_row_in_another_place_of_a_large_tensor_is_found():
         return y[place]
 
     sizes = gpu_large.Large(NORM, 300, 64)
-    assert list(gpu_large.check(sizes, "cpu", True)) == []
-    found = list(gpu_large.check(replace(sizes, case=changed(wrap)), "cpu", True))
+    assert gpu_large.check(sizes, "cpu", True) == []
+    found = gpu_large.check(replace(sizes, case=changed(wrap)), "cpu", True)
     assert [text for text in found if text.startswith("rows from 256, y is")]
 
 
