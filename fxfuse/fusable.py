@@ -11,67 +11,71 @@ import functools
 import torch
 from torch import fx
 
-from fxfuse.view import View
+CALLED, GENERATED, VIEW = "called", "generated", "view"
 
-_MOVES = {"detach", "item", "same", "view"}  # words of values that lie where their operand lies
+# What only says how the memory of an operand is looked at.
 _VIEWS = {
-    "alias", "chunk", "detach", "expand", "expand_as", "flatten", "getitem", "movedim", "narrow",
-    "permute", "reshape", "select", "slice", "split", "split_with_sizes", "squeeze", "swapaxes",
-    "t", "transpose", "unbind", "unflatten", "unsqueeze", "view", "view_as",
+    "alias", "chunk", "detach", "expand", "expand_as", "flatten", "getitem", "identity", "movedim",
+    "narrow", "permute", "reshape", "select", "slice", "split", "split_with_sizes", "squeeze",
+    "swapaxes", "t", "transpose", "unbind", "unflatten", "unsqueeze", "view", "view_as",
+    "_unsafe_view",
 }  # fmt: skip
-# Beside what ATen tags as pointwise: reductions, gathers, casts, and copies.
+_CASTS = {
+    "bfloat16", "convert_element_type", "double", "float", "half", "to", "type", "type_as",
+    "_to_copy",
+}  # fmt: skip
+# Beside these and what ATen tags as pointwise: reductions, gathers and copies.
 _GENERATED = {
-    "amax", "amin", "bfloat16", "cat", "concat", "contiguous", "convert_element_type", "double",
-    "dropout", "embedding", "float", "gather", "glu", "half", "index", "index_select", "layer_norm",
-    "layernorm", "log_softmax", "mean", "native_dropout", "native_layer_norm", "norm", "pad",
-    "repeat", "rms_norm", "roll", "softmax", "stack", "std", "sum", "to", "type", "type_as", "var",
-    "var_mean", "_fused_rms_norm", "_fused_rms_norm_backward", "_softmax", "_to_copy",
+    "amax", "amin", "cat", "concat", "contiguous", "dropout", "embedding", "gather", "glu", "index",
+    "index_select", "layer_norm", "layernorm", "log_softmax", "mean", "native_dropout",
+    "native_layer_norm", "norm", "pad", "repeat", "rms_norm", "rmsnorm", "roll", "softmax", "stack",
+    "std", "sum", "var", "var_mean", "_fused_rms_norm", "_softmax",
 }  # fmt: skip
 _OPERATORS = {
     "iadd": "add", "imul": "mul", "ipow": "pow", "isub": "sub", "itruediv": "div", "truediv": "div",
 }  # fmt: skip
 
 
-def is_view(view: View, node: fx.Node) -> bool:
-    """Whether a node only says how the memory of its operand is looked at."""
-    if node.op not in ("call_function", "call_method"):
-        return False
-    return view.term(node).word in _MOVES or _name(view, node) in _VIEWS
+def kind(node: fx.Node) -> str:
+    """VIEW, GENERATED for what goes into a kernel together with its neighbours, or CALLED."""
+    return _kind(_name(node))
 
 
-def is_generated(view: View, node: fx.Node) -> bool:
-    """Whether Inductor would write a node into a kernel, together with its neighbours."""
-    name = _name(view, node)
-    if name is None:
-        return False
-    return view.term(node).word not in ("opaque", "norm_backward") or _is_generated(name)
+def name_of(node: fx.Node) -> str:
+    """What the report calls the op of a node: "mul", "dropout", "cast"."""
+    name = _name(node)
+    return "cast" if name in _CASTS else name or node.name
 
 
-def name_of(view: View, node: fx.Node) -> str:
-    """What a reader of the report calls the op of a node: "mul", "dropout"."""
-    word = view.term(node).word
-    return word if word != "opaque" else _name(view, node) or node.name
-
-
-def _name(view: View, node: fx.Node) -> str | None:
-    """The name of a node's op in ATen; None for what is no op of PyTorch's."""
-    if node.op == "call_method":
-        return node.target
+def _name(node: fx.Node) -> str | None:
     if node.op == "call_module":
-        return type(view.graph_module.get_submodule(node.target)).__name__.lower()
-    if node.op != "call_function" or isinstance(node.target, torch._ops.HigherOrderOperator):
+        module = node.graph.owning_module.get_submodule(node.target)
+        return type(module).__name__.lower()
+    if node.op == "call_method":
+        return node.target.removesuffix("_")
+    return _name_of_function(node.target) if node.op == "call_function" else None
+
+
+@functools.cache
+def _name_of_function(target: object) -> str | None:
+    """The name of a function in ATen; None for what is no op of PyTorch's."""
+    if isinstance(target, torch._ops.HigherOrderOperator):
         return None
-    if isinstance(node.target, torch._ops.OpOverload):
-        namespace, _, name = node.target._schema.name.partition("::")
-        return name if namespace in ("aten", "prims") else None
-    name = getattr(node.target, "__name__", None)
+    if isinstance(target, torch._ops.OpOverload):
+        namespace, _, name = target._schema.name.partition("::")
+        return name.removesuffix("_") if namespace in ("aten", "prims") else None
+    name = getattr(target, "__name__", None)
     return _OPERATORS.get(name, name)
 
 
 @functools.cache
-def _is_generated(name: str) -> bool:
-    name = name.removesuffix("_")
+def _kind(name: str | None) -> str:
+    if name is None:
+        return CALLED
+    if name in _VIEWS:
+        return VIEW
+    if name in _GENERATED or name in _CASTS:
+        return GENERATED
     packet = getattr(torch.ops.aten, name, None)
-    if name in _GENERATED or packet is None:
-        return name in _GENERATED
-    return any(torch.Tag.pointwise in getattr(packet, one).tags for one in packet.overloads())
+    overloads = [getattr(packet, one) for one in packet.overloads()] if packet else []
+    return GENERATED if any(torch.Tag.pointwise in one.tags for one in overloads) else CALLED

@@ -10,7 +10,7 @@ from torch import fx
 
 from fxfuse.costs import Barrier, Flow
 from fxfuse.facts import known_equal
-from fxfuse.fusable import is_generated, is_view, name_of
+from fxfuse.fusable import CALLED, GENERATED, VIEW, kind, name_of
 from fxfuse.match import Call
 from fxfuse.site import Site
 from fxfuse.view import View
@@ -69,7 +69,7 @@ class Neighbours:
         """
         known = set(call.like.all_input_nodes)
         taken = [n for n in call.operands if isinstance(n, fx.Node) and n not in known]
-        return sum(len(n.users) == 1 and is_generated(self.view, self._source(n)) for n in taken)
+        return sum(len(n.users) == 1 and kind(_source(n)) == GENERATED for n in taken)
 
     # ---- sizes ----
 
@@ -99,11 +99,11 @@ class Neighbours:
 
     def _before(self, node: fx.Node, site: Site, size: int, saved: bool) -> Barrier | None:
         """What makes an input, if Inductor would make it within the site."""
-        source = self._source(node)
+        source = _source(node)
         if not self._joins(source, site):
             return None
         elsewhere = any(self._readers(node, site))
-        name = name_of(self.view, source)
+        name = name_of(source)
         return Barrier(
             f"the {name} before it",
             forward=(1 if elsewhere else 2) * size,
@@ -116,16 +116,10 @@ class Neighbours:
         """What reads a result within the same kernel."""
         joined = [self._joins(u, site) for u in readers]
         first = readers[joined.index(True)]
-        name = name_of(self.view, first)
+        name = name_of(first)
         # the gradient of a sum is that of its other operand too, so that it is written in any case
         forward, backward = 1 if saved or not all(joined) else 2, 1 if name == "add" else 2
         return Barrier(f"the {name} behind it", forward * size, backward * size)
-
-    def _source(self, node: fx.Node) -> fx.Node:
-        """What makes a value, behind any views of it."""
-        while is_view(self.view, node):
-            node = node.all_input_nodes[0]
-        return node
 
     def _readers(self, node: object, site: Site) -> Iterator[fx.Node]:
         """Who reads a value outside of the site, through views; a kernel's nodes count as one."""
@@ -135,7 +129,7 @@ class Neighbours:
                 continue
             if user in self.kernels:
                 yield self.kernels[user]
-            elif is_view(self.view, user):
+            elif kind(user) == VIEW:
                 yield from self._readers(user, site)
             else:
                 yield user
@@ -144,7 +138,7 @@ class Neighbours:
         """Whether Inductor would put a node into one kernel with the site: it writes code for it,
         and no call that it does not write lies in between.
         """
-        if node in self.kernels or not is_generated(self.view, node):
+        if node in self.kernels or kind(node) != GENERATED:
             return False
         depth = self._depths()
         return depth[node] == depth[site.root]
@@ -164,7 +158,14 @@ class Neighbours:
         holds = isinstance(value, (torch.Tensor, list, tuple)) and not isinstance(value, torch.Size)
         if not holds or node.op in ("placeholder", "get_attr"):
             return False
-        return not (is_view(self.view, node) or is_generated(self.view, node))
+        return kind(node) == CALLED
+
+
+def _source(node: fx.Node) -> fx.Node:
+    """What makes a value, behind any views of it."""
+    while kind(node) == VIEW:
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _gradients_apart(name: str, saved: bool, elsewhere: bool) -> int:

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 # The engine from the bottom up. A file may import from the lines above its own.
 LAYERS = [
     ["errors"],
-    ["facts", "origin", "places", "report", "arguments", "folding"],
+    ["facts", "origin", "places", "report", "arguments", "folding", "fusable"],
     ["costs"],
     ["reasons"],
     ["policy"],
@@ -20,7 +20,7 @@ LAYERS = [
     ["gate_spellings", "shape_spellings"],
     ["spellings"],
     ["view"],
-    ["match", "fusable"],
+    ["match"],
     ["site"],
     ["guard", "neighbours"],
     ["placing"],
