@@ -7,6 +7,8 @@ chunks of a row. With GATE_FIRST they compute norm(x * silu(gate)), without it
 norm(x) * silu(gate).
 
 All is computed in fp32. A constant ``*_DTYPE`` is the dtype that a value is rounded to, or None.
+FAST: with the GPU's approximate powers and reciprocals, which are exact enough for 16-bit results,
+and flush a sigmoid of gates below -87 to 0.
 """
 
 import triton
@@ -41,21 +43,29 @@ _BACKWARD_RUNTIME = [*_FORWARD_RUNTIME, "dy_stride", "dy2_stride", "dy3_stride",
 def _multiply(
     values,
     gate,
+    FAST: tl.constexpr,
     SIGMOID_DTYPE: tl.constexpr,
     SILU_DTYPE: tl.constexpr,
     PRODUCT_DTYPE: tl.constexpr,
 ):
     """values * silu(gate), both fp32."""
-    if SIGMOID_DTYPE is None:
+    if SIGMOID_DTYPE is None and not FAST:
         silu = gate / (1.0 + tl.exp(-gate))
     else:
-        silu = gate * round_to(_sigmoid(gate), SIGMOID_DTYPE)
+        silu = gate * round_to(_sigmoid(gate, FAST), SIGMOID_DTYPE)
     return round_to(values * round_to(silu, SILU_DTYPE), PRODUCT_DTYPE)
 
 
 @triton.jit
-def _sigmoid(gate):
-    return 1.0 / (1.0 + tl.exp(-gate))
+def _sigmoid(gate, FAST: tl.constexpr):
+    if FAST:
+        power = tl.exp2(gate * -1.4426950408889634)  # -log2(e)
+        result = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [1.0 + power], tl.float32, is_pure=True, pack=1
+        )
+    else:
+        result = 1.0 / (1.0 + tl.exp(-gate))
+    return result
 
 
 @triton.jit
@@ -69,6 +79,7 @@ def _norm_input(
     x,
     gate,
     GATE_FIRST: tl.constexpr,
+    FAST: tl.constexpr,
     SIGMOID_DTYPE: tl.constexpr,
     SILU_DTYPE: tl.constexpr,
     PRODUCT_DTYPE: tl.constexpr,
@@ -76,7 +87,9 @@ def _norm_input(
 ):
     values = x.to(tl.float32)
     if GATE_FIRST:
-        values = _multiply(values, gate.to(tl.float32), SIGMOID_DTYPE, SILU_DTYPE, PRODUCT_DTYPE)
+        values = _multiply(
+            values, gate.to(tl.float32), FAST, SIGMOID_DTYPE, SILU_DTYPE, PRODUCT_DTYPE
+        )
         values = round_to(values, GATED_DTYPE)
     return values
 
@@ -89,6 +102,7 @@ def _output(
     weight,
     GATE_FIRST: tl.constexpr,
     WEIGHT_OFFSET: tl.constexpr,
+    FAST: tl.constexpr,
     SIGMOID_DTYPE: tl.constexpr,
     SILU_DTYPE: tl.constexpr,
     PRODUCT_DTYPE: tl.constexpr,
@@ -100,7 +114,9 @@ def _output(
     result = round_to(normed, SCALED_DTYPE)
     if not GATE_FIRST:
         result = round_to(result, NORM_DTYPE)
-        result = _multiply(result, gate.to(tl.float32), SIGMOID_DTYPE, SILU_DTYPE, PRODUCT_DTYPE)
+        result = _multiply(
+            result, gate.to(tl.float32), FAST, SIGMOID_DTYPE, SILU_DTYPE, PRODUCT_DTYPE
+        )
     return result
 
 
@@ -112,6 +128,7 @@ def _norm_terms(
     gradient,
     row_rstd,
     GATE_FIRST: tl.constexpr,
+    FAST: tl.constexpr,
     SIGMOID_DTYPE: tl.constexpr,
     SILU_DTYPE: tl.constexpr,
     PRODUCT_DTYPE: tl.constexpr,
@@ -129,7 +146,7 @@ def _norm_terms(
     ):
         x_hat = x * (gate * share) * row_rstd
     else:
-        product = _multiply(x, gate, SIGMOID_DTYPE, SILU_DTYPE, PRODUCT_DTYPE)
+        product = _multiply(x, gate, FAST, SIGMOID_DTYPE, SILU_DTYPE, PRODUCT_DTYPE)
         x_hat = round_to(product, GATED_DTYPE) * row_rstd
     return x_hat, gradient
 
@@ -149,6 +166,7 @@ def silu_gate(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     STRIDE_UNIT: tl.constexpr,
+    FAST: tl.constexpr,
     SIGMOID_DTYPE: tl.constexpr,
     SILU_DTYPE: tl.constexpr,
     PRODUCT_DTYPE: tl.constexpr,
@@ -161,7 +179,12 @@ def silu_gate(
     values = read(x, x_stride, first_row, columns, mask, ROWS, STRIDE_UNIT, "evict_first")
     factors = read(gate, gate_stride, first_row, columns, mask, ROWS, STRIDE_UNIT, "evict_first")
     result = _multiply(
-        values.to(tl.float32), factors.to(tl.float32), SIGMOID_DTYPE, SILU_DTYPE, PRODUCT_DTYPE
+        values.to(tl.float32),
+        factors.to(tl.float32),
+        FAST,
+        SIGMOID_DTYPE,
+        SILU_DTYPE,
+        PRODUCT_DTYPE,
     )
     write(y, first_row, columns, result, mask, N, ROWS)
 
@@ -185,6 +208,7 @@ def silu_gate_backward(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     STRIDE_UNIT: tl.constexpr,
+    FAST: tl.constexpr,
 ):
     BLOCKS: tl.constexpr = (N + BLOCK - 1) // BLOCK
     program = tl.program_id(0)
@@ -198,7 +222,7 @@ def silu_gate_backward(
     values = read(x, x_stride, first_row, columns, mask, ROWS, STRIDE_UNIT, "evict_first")
     factors = read(gate, gate_stride, first_row, columns, mask, ROWS, STRIDE_UNIT, "evict_first")
     factors = factors.to(tl.float32)
-    share = _sigmoid(factors)
+    share = _sigmoid(factors, FAST)
     write(dx, first_row, columns, gradient * (factors * share), mask, N, ROWS)
     gate_result = gradient * values.to(tl.float32) * _slope(factors, share)
     write(dgate, first_row, columns, gate_result, mask, N, ROWS)
@@ -225,6 +249,7 @@ def forward(
     STRIDE_UNIT: tl.constexpr,
     GATE_FIRST: tl.constexpr,
     WEIGHT_OFFSET: tl.constexpr,
+    FAST: tl.constexpr,
     SIGMOID_DTYPE: tl.constexpr,
     SILU_DTYPE: tl.constexpr,
     PRODUCT_DTYPE: tl.constexpr,
@@ -248,13 +273,13 @@ def forward(
     gain = read_weight(weight, columns, column_mask, ROWS)
 
     values = _norm_input(
-        values, factors, GATE_FIRST, SIGMOID_DTYPE, SILU_DTYPE, PRODUCT_DTYPE, GATED_DTYPE
+        values, factors, GATE_FIRST, FAST, SIGMOID_DTYPE, SILU_DTYPE, PRODUCT_DTYPE, GATED_DTYPE
     )
     row_rstd = reciprocal_rms(tl.sum(values * values, axis=1, keep_dims=True), eps, GROUP)
     tl.store(point(rstd, first_row, group, GROUPS, ROWS), row_rstd, mask=row_mask)
     result = _output(
         values, factors, row_rstd, gain, GATE_FIRST, WEIGHT_OFFSET,
-        SIGMOID_DTYPE, SILU_DTYPE, PRODUCT_DTYPE, UNIT_DTYPE, SCALED_DTYPE, NORM_DTYPE,
+        FAST, SIGMOID_DTYPE, SILU_DTYPE, PRODUCT_DTYPE, UNIT_DTYPE, SCALED_DTYPE, NORM_DTYPE,
     )  # fmt: skip
     write(y, first_row, columns, result, mask, N, ROWS)
 
@@ -277,6 +302,7 @@ def forward_wide(
     STRIDE_UNIT: tl.constexpr,
     GATE_FIRST: tl.constexpr,
     WEIGHT_OFFSET: tl.constexpr,
+    FAST: tl.constexpr,
     SIGMOID_DTYPE: tl.constexpr,
     SILU_DTYPE: tl.constexpr,
     PRODUCT_DTYPE: tl.constexpr,
@@ -300,7 +326,7 @@ def forward_wide(
         if GATE_FIRST:
             factors = read(gate, gate_stride, row, columns, mask, 1, STRIDE_UNIT, "")
         values = _norm_input(
-            values, factors, GATE_FIRST, SIGMOID_DTYPE, SILU_DTYPE, PRODUCT_DTYPE, GATED_DTYPE
+            values, factors, GATE_FIRST, FAST, SIGMOID_DTYPE, SILU_DTYPE, PRODUCT_DTYPE, GATED_DTYPE
         )
         squares += values * values
     row_rstd = reciprocal_rms(tl.sum(squares, axis=1, keep_dims=True), eps, GROUP)
@@ -314,11 +340,11 @@ def forward_wide(
         values = read(x, x_stride, row, columns, mask, 1, STRIDE_UNIT, "")
         factors = read(gate, gate_stride, row, columns, mask, 1, STRIDE_UNIT, "")
         values = _norm_input(
-            values, factors, GATE_FIRST, SIGMOID_DTYPE, SILU_DTYPE, PRODUCT_DTYPE, GATED_DTYPE
+            values, factors, GATE_FIRST, FAST, SIGMOID_DTYPE, SILU_DTYPE, PRODUCT_DTYPE, GATED_DTYPE
         )
         result = _output(
             values, factors, row_rstd, gain, GATE_FIRST, WEIGHT_OFFSET,
-            SIGMOID_DTYPE, SILU_DTYPE, PRODUCT_DTYPE, UNIT_DTYPE, SCALED_DTYPE, NORM_DTYPE,
+            FAST, SIGMOID_DTYPE, SILU_DTYPE, PRODUCT_DTYPE, UNIT_DTYPE, SCALED_DTYPE, NORM_DTYPE,
         )  # fmt: skip
         write(y, row, columns, result, mask, N, 1)
 
@@ -351,6 +377,7 @@ def backward(
     STRIDE_UNIT: tl.constexpr,
     GATE_FIRST: tl.constexpr,
     WEIGHT_OFFSET: tl.constexpr,
+    FAST: tl.constexpr,
     SIGMOID_DTYPE: tl.constexpr,
     SILU_DTYPE: tl.constexpr,
     PRODUCT_DTYPE: tl.constexpr,
@@ -390,10 +417,10 @@ def backward(
             )
         row_rstd = load(point(rstd, first_row, group, GROUPS, ROWS), row_mask, "")
 
-        share = _sigmoid(factors.to(tl.float32))
+        share = _sigmoid(factors.to(tl.float32), FAST)
         x_hat, dnormed = _norm_terms(
             values.to(tl.float32), factors.to(tl.float32), share, gradient, row_rstd,
-            GATE_FIRST, SIGMOID_DTYPE, SILU_DTYPE, PRODUCT_DTYPE, GATED_DTYPE,
+            GATE_FIRST, FAST, SIGMOID_DTYPE, SILU_DTYPE, PRODUCT_DTYPE, GATED_DTYPE,
         )  # fmt: skip
         if not GATE_FIRST:
             # here rather than below, so that no register holds it during the reduction
@@ -411,7 +438,7 @@ def backward(
             share = postpone(share, c, M)
             x_hat, _ = _norm_terms(
                 values, factors, share, gradient, row_rstd,
-                GATE_FIRST, SIGMOID_DTYPE, SILU_DTYPE, PRODUCT_DTYPE, GATED_DTYPE,
+                GATE_FIRST, FAST, SIGMOID_DTYPE, SILU_DTYPE, PRODUCT_DTYPE, GATED_DTYPE,
             )  # fmt: skip
         result = (scaled - x_hat * c) * row_rstd
         if GATE_FIRST:
@@ -456,6 +483,7 @@ def backward_wide(
     STRIDE_UNIT: tl.constexpr,
     GATE_FIRST: tl.constexpr,
     WEIGHT_OFFSET: tl.constexpr,
+    FAST: tl.constexpr,
     SIGMOID_DTYPE: tl.constexpr,
     SILU_DTYPE: tl.constexpr,
     PRODUCT_DTYPE: tl.constexpr,
@@ -482,8 +510,8 @@ def backward_wide(
             factors = read(gate, gate_stride, row, columns, mask, 1, STRIDE_UNIT, "")
             factors = factors.to(tl.float32)
             x_hat, dnormed = _norm_terms(
-                values, factors, _sigmoid(factors), gradient, row_rstd,
-                GATE_FIRST, SIGMOID_DTYPE, SILU_DTYPE, PRODUCT_DTYPE, GATED_DTYPE,
+                values, factors, _sigmoid(factors, FAST), gradient, row_rstd,
+                GATE_FIRST, FAST, SIGMOID_DTYPE, SILU_DTYPE, PRODUCT_DTYPE, GATED_DTYPE,
             )  # fmt: skip
             products += x_hat * scale(dnormed, gain, WEIGHT_OFFSET)
         c = tl.sum(products, axis=1, keep_dims=True) / GROUP
@@ -503,10 +531,10 @@ def backward_wide(
             factors = read(gate, gate_stride, row, columns, mask, 1, STRIDE_UNIT, "evict_first")
             values = values.to(tl.float32)
             factors = factors.to(tl.float32)
-            share = _sigmoid(factors)
+            share = _sigmoid(factors, FAST)
             x_hat, dnormed = _norm_terms(
                 values, factors, share, gradient, row_rstd,
-                GATE_FIRST, SIGMOID_DTYPE, SILU_DTYPE, PRODUCT_DTYPE, GATED_DTYPE,
+                GATE_FIRST, FAST, SIGMOID_DTYPE, SILU_DTYPE, PRODUCT_DTYPE, GATED_DTYPE,
             )  # fmt: skip
             result = (scale(dnormed, gain, WEIGHT_OFFSET) - x_hat * c) * row_rstd
             if GATE_FIRST:

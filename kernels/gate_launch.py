@@ -12,23 +12,22 @@ import torch
 import triton
 from torch import Tensor
 
-from fxfuse.kernels import gate_device, rows
+from fxfuse.kernels import choice, gate_device, rows
+from fxfuse.kernels.choice import DEFAULT, Architecture, Plan, device_of
 from fxfuse.kernels.rms_norm_launch import finalize
 from fxfuse.kernels.rows import (
     DTYPES,
     MAX_GRADIENTS,
-    SHARED_MEMORY,
-    Plan,
     Rows,
     common_unit,
     contiguous,
     count_programs,
     launch,
-    properties,
     rounding,
     scaled_dtype,
     widest,
 )
+from fxfuse.kernels.settle import settle
 
 __all__ = [
     "DTYPES",
@@ -49,25 +48,22 @@ class _Cut:
     """How the rows of a kernel with a norm are cut.
 
     widest: columns of the widest block that one tile holds, by the bytes of an element; wider rows
-    are walked in chunks. tile_bytes: of each tensor in a tile of several rows.
+    are walked in chunks.
     """
 
     kernel: str
     gate_first: bool
     widest: Mapping[int, int]
     chunk: int
-    tile_bytes: int
 
 
-# Chosen so that no registers are spilled, see tests/kernels/test_machine_code.py.
+# Chosen so that no registers are spilled.
 _CUTS = {
-    "rms_norm_silu_gate": _Cut("forward", False, {2: 16384, 4: 16384}, 4096, 4096),
-    "silu_gate_rms_norm": _Cut("forward", True, {2: 16384, 4: 16384}, 4096, 4096),
-    "rms_norm_silu_gate_backward": _Cut("backward", False, {2: 8192, 4: 8192}, 4096, 2048),
-    "silu_gate_rms_norm_backward": _Cut("backward", True, {2: 8192, 4: 4096}, 4096, 2048),
+    "rms_norm_silu_gate": _Cut("forward", False, {2: 16384, 4: 16384}, 4096),
+    "silu_gate_rms_norm": _Cut("forward", True, {2: 16384, 4: 16384}, 4096),
+    "rms_norm_silu_gate_backward": _Cut("backward", False, {2: 8192, 4: 8192}, 4096),
+    "silu_gate_rms_norm_backward": _Cut("backward", True, {2: 8192, 4: 4096}, 4096),
 }
-# Warps of the backward kernels that a multiprocessor has registers for, 128 a thread.
-_RESIDENT_WARPS = 16
 # Columns of a tile without a norm: no fewer, so that a memory access is long enough.
 _LEAST_BLOCK = 32
 
@@ -80,7 +76,7 @@ def plan(
     *,
     group: int = 0,
     row_tensors: int = 3,
-    shared_memory: int = SHARED_MEMORY,
+    architecture: Architecture = DEFAULT,
 ) -> Plan:
     """How the kernel of an op, or of its backward, is cut for rows of N columns.
 
@@ -88,40 +84,42 @@ def plan(
     dtype: the widest dtype among the tensors of M rows.
     group: how many columns the norm is taken of, 0 for all.
     row_tensors: how many tensors of M rows the kernel reads.
-    shared_memory: bytes that one program may use.
     """
     if kernel not in _CUTS:
-        return _plan_elementwise(kernel, N, dtype)
+        return _plan_elementwise(kernel, N, dtype, architecture)
     cut, group = _CUTS[kernel], group or N
-    block, tile_rows = rows.tile_of(
-        group, dtype.itemsize, cut.widest[dtype.itemsize], cut.chunk, cut.tile_bytes
-    )
+    limit = cut.widest[dtype.itemsize]
+    block, tile_rows = choice.tile_of(group, dtype.itemsize, limit, cut.chunk)
     wide = block < group
+    device_kernel = getattr(gate_device, f"{cut.kernel}_wide" if wide else cut.kernel)
     constants = {"N": N, "GROUP": group, "BLOCK": block, "ROWS": tile_rows}
     constants["GATE_FIRST"] = cut.gate_first
-    if cut.kernel == "backward":
-        # the chunked kernel also buffers the weight
-        buffers = 3 * (row_tensors + 1) if wide else 2 * row_tensors
-        tile_bytes = tile_rows * block * dtype.itemsize
-        constants["STAGES"] = rows.count_stages(tile_bytes, buffers, shared_memory)
-    warps = rows.count_warps(tile_rows * block)
-    return Plan(
-        kernel=getattr(gate_device, f"{cut.kernel}_wide" if wide else cut.kernel),
-        constants=constants,
-        num_warps=warps,
-        resident=max(1, _RESIDENT_WARPS // warps),
-    )
+    constants["FAST"] = _fast(device_kernel, dtype, architecture)
+    warps = choice.count_warps(tile_rows * block)
+    if cut.kernel == "forward":
+        return Plan(device_kernel, constants, warps * 32 // architecture.lanes)
+    # the chunked kernel loads the weight too
+    turn_bytes = (row_tensors + wide) * tile_rows * block * dtype.itemsize
+    return choice.looped(device_kernel, constants, warps, turn_bytes, architecture)
 
 
-def _plan_elementwise(kernel: str, N: int, dtype: torch.dtype) -> Plan:
-    elements = rows.NARROW_TILE_BYTES // dtype.itemsize
+def _plan_elementwise(kernel: str, N: int, dtype: torch.dtype, architecture: Architecture) -> Plan:
+    elements = choice.NARROW_TILE_BYTES // dtype.itemsize
     block = min(elements, triton.next_power_of_2(N))
     # at most a sixteenth of the lanes lies past the last column
     while block > _LEAST_BLOCK and -N % block > N // 16:
         block //= 2
-    tile_rows = min(rows.MAX_TILE_ROWS, elements // block)
+    tile_rows = min(choice.MAX_TILE_ROWS, elements // block)
     constants = {"N": N, "BLOCK": block, "ROWS": tile_rows}
-    return Plan(getattr(gate_device, kernel), constants, rows.count_warps(tile_rows * block))
+    constants["FAST"] = _fast(getattr(gate_device, kernel), dtype, architecture)
+    warps = choice.count_warps(tile_rows * block) * 32 // architecture.lanes
+    return Plan(getattr(gate_device, kernel), constants, warps)
+
+
+def _fast(kernel: object, dtype: torch.dtype, architecture: Architecture) -> bool:
+    """Whether an approximate sigmoid is exact enough, and the compiler knows the instruction."""
+    compiled = isinstance(kernel, triton.JITFunction)
+    return compiled and dtype.itemsize == 2 and architecture.lanes == 32
 
 
 def unfit(
@@ -164,10 +162,9 @@ def silu_gate(
     y = torch.empty(x.shape, dtype=out_dtype, device=x.device)
     if x.numel() == 0:
         return y
-    N = x.shape[-1]
     operands = [Rows.of(x), Rows.of(gate)]
     _launch_elementwise(
-        plan("silu_gate", N, widest(x, gate, y)),
+        "silu_gate",
         operands,
         [y],
         SIGMOID_DTYPE=rounding(sigmoid_dtype),
@@ -187,27 +184,28 @@ def silu_gate_backward(dys: Sequence[Tensor], x: Tensor, gate: Tensor) -> tuple[
         return dx, dgate
     dys = rows.same_dtype(dys)
     operands = [*rows.gradient_rows(dys), Rows.of(x), Rows.of(gate)]
-    cut = plan("silu_gate_backward", x.shape[-1], widest(*dys, x, gate))
-    _launch_elementwise(cut, operands, [dx, dgate])
+    _launch_elementwise("silu_gate_backward", operands, [dx, dgate])
     return dx, dgate
 
 
 def _launch_elementwise(
-    cut: Plan, operands: Sequence[Rows], results: Sequence[Tensor], **constants
+    kernel: str, operands: Sequence[Rows], results: Sequence[Tensor], **constants
 ) -> None:
-    N, block, tile_rows = (cut.constants[name] for name in ("N", "BLOCK", "ROWS"))
+    device, N = device_of(results[0]), results[0].shape[-1]
+    dtype = widest(*(r.tensor for r in operands), *results)
+    cut = plan(kernel, N, dtype, architecture=device.architecture)
     M = results[0].numel() // N
     unit = common_unit(operands)
-    launch(
-        cut,
-        triton.cdiv(M, tile_rows) * triton.cdiv(N, block),
+    arguments = (
         *(r.tensor for r in operands),
         *results,
         M,
         *(r.stride // unit for r in operands),
-        STRIDE_UNIT=unit,
-        **constants,
     )
+    constants["STRIDE_UNIT"] = unit
+    cut = settle(cut, arguments, constants, device)
+    block, tile_rows = cut.constants["BLOCK"], cut.constants["ROWS"]
+    launch(cut, triton.cdiv(M, tile_rows) * triton.cdiv(N, block), arguments, constants)
 
 
 # ------------------------------------------------------------ with a norm
@@ -381,12 +379,12 @@ def _forward(
     if x.numel() == 0:
         return y, rstd
     operands = [Rows.of(x), Rows.of(gate)]
-    cut = plan(kernel, N, widest(x, gate, y), group=group)
+    device = device_of(x)
+    dtype = widest(x, gate, y)
+    cut = plan(kernel, N, dtype, group=group, architecture=device.architecture)
     M = x.numel() // N
     unit = common_unit(operands)
-    launch(
-        cut,
-        triton.cdiv(M, cut.constants["ROWS"]) * groups,
+    arguments = (
         *(r.tensor for r in operands),
         contiguous(weight),
         y,
@@ -394,9 +392,10 @@ def _forward(
         M,
         *(r.stride // unit for r in operands),
         float(eps),
-        STRIDE_UNIT=unit,
-        **constants,
     )
+    constants["STRIDE_UNIT"] = unit
+    cut = settle(cut, arguments, constants, device)
+    launch(cut, triton.cdiv(M, cut.constants["ROWS"]) * groups, arguments, constants)
     return y, rstd
 
 
@@ -420,35 +419,38 @@ def _backward(
         return dx, dgate, torch.zeros_like(weight) if need_dweight else None
     dys = rows.same_dtype(dys)
     operands = [*rows.gradient_rows(dys), Rows.of(x), Rows.of(gate), Rows.of(dres)]
-    device = properties(x.device)
+    device = device_of(x)
     cut = plan(
         kernel,
         N,
         widest(*dys, x, gate, dres),
         group=group,
         row_tensors=sum(r.tensor is not None for r in operands),
-        shared_memory=device.shared_memory,
+        architecture=device.architecture,
     )
     M, groups = x.numel() // N, N // group
+    unit = common_unit(operands)
+    weight_row, rstds = contiguous(weight), rstd.contiguous()
+    constants["STRIDE_UNIT"] = unit
+
+    def arguments(partials: Tensor | torch.dtype | None) -> tuple:
+        return (
+            *(r.tensor for r in operands),
+            weight_row,
+            rstds,
+            dx,
+            dgate,
+            partials,
+            M,
+            *(r.stride // unit for r in operands),
+        )
+
+    cut = settle(cut, arguments(torch.float32 if need_dweight else None), constants, device)
     programs = count_programs(M, cut, device.multiprocessors, groups)
     partials = None
     if need_dweight:
         partials = torch.empty(programs, N, dtype=torch.float32, device=x.device)
-    unit = common_unit(operands)
-    launch(
-        cut,
-        programs * groups,
-        *(r.tensor for r in operands),
-        contiguous(weight),
-        rstd.contiguous(),
-        dx,
-        dgate,
-        partials,
-        M,
-        *(r.stride // unit for r in operands),
-        STRIDE_UNIT=unit,
-        **constants,
-    )
+    launch(cut, programs * groups, arguments(partials), constants)
     return dx, dgate, None if partials is None else finalize(partials, weight)
 
 

@@ -22,6 +22,7 @@ from fxfuse.kernels.tile_device import (
     read_weight,
     reciprocal_rms,
     scale,
+    write,
 )
 
 _FORWARD_RUNTIME = ["M", "x_stride", "residual_stride"]
@@ -185,6 +186,82 @@ def backward(
         share = tl.sum(dweight, axis=0, keep_dims=True)
         share_row = point(partials, program, columns, N, 1)
         tl.store(share_row, share, mask=column_mask, eviction_policy="evict_last")
+
+
+@triton.jit(do_not_specialize=_BACKWARD_RUNTIME)
+def backward_chunks(
+    dy,
+    dy2,
+    dy3,
+    h,
+    weight,
+    rstd,
+    dres,
+    dh,
+    partials,
+    M,
+    dy_stride,
+    dy2_stride,
+    dy3_stride,
+    h_stride,
+    dres_stride,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr,
+    WEIGHT_OFFSET: tl.constexpr,
+):
+    """One row at a time, in chunks that are read again, from the cache; dweight in registers."""
+    CHUNKS: tl.constexpr = (N + BLOCK - 1) // BLOCK
+    program = tl.program_id(0)
+    end = hide(M, N)
+    shares = ()
+    if partials is not None:
+        for _ in tl.static_range(CHUNKS):
+            shares = shares + (tl.zeros([1, BLOCK], tl.float32),)  # noqa: RUF005
+
+    for row in range(program, M, tl.num_programs(0)):
+        row_rstd = load(rstd + row + tl.arange(0, 1)[:, None], None, "")
+        products = tl.zeros([1, BLOCK], tl.float32)
+        for start in tl.range(0, end, BLOCK, num_stages=STAGES):
+            columns = start + tl.arange(0, BLOCK)[None, :]
+            mask = mask_columns(columns, N, BLOCK)
+            gain = read_weight(weight, columns, mask, 1)
+            gradient = read_gradient(
+                dy, dy2, dy3, dy_stride, dy2_stride, dy3_stride,
+                row, columns, mask, 1, STRIDE_UNIT, "",
+            )  # fmt: skip
+            values = read(h, h_stride, row, columns, mask, 1, STRIDE_UNIT, "")
+            x_hat = values.to(tl.float32) * row_rstd
+            products += x_hat * scale(gradient, gain, WEIGHT_OFFSET)
+        c = tl.sum(products, axis=1, keep_dims=True) / N
+
+        gathered = ()
+        for chunk in tl.static_range(CHUNKS):
+            columns = chunk * BLOCK + tl.arange(0, BLOCK)[None, :]
+            mask = mask_columns(columns, N, BLOCK)
+            gain = read_weight(weight, columns, mask, 1)
+            gradient = read_gradient(
+                dy, dy2, dy3, dy_stride, dy2_stride, dy3_stride,
+                row, columns, mask, 1, STRIDE_UNIT, "evict_first",
+            )  # fmt: skip
+            values = read(h, h_stride, row, columns, mask, 1, STRIDE_UNIT, "evict_first")
+            x_hat = values.to(tl.float32) * row_rstd
+            result = (scale(gradient, gain, WEIGHT_OFFSET) - x_hat * c) * row_rstd
+            if dres is not None:
+                extra = read(dres, dres_stride, row, columns, mask, 1, STRIDE_UNIT, "evict_first")
+                result += extra.to(tl.float32)
+            write(dh, row, columns, result, mask, N, 1)
+            if partials is not None:
+                gathered = gathered + (shares[chunk] + gradient * x_hat,)  # noqa: RUF005
+        shares = gathered
+
+    if partials is not None:
+        for chunk in tl.static_range(CHUNKS):
+            columns = chunk * BLOCK + tl.arange(0, BLOCK)[None, :]
+            mask = mask_columns(columns, N, BLOCK)
+            write(partials, program, columns, shares[chunk], mask, N, 1)
 
 
 @triton.jit(do_not_specialize=_BACKWARD_RUNTIME)

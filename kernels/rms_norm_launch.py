@@ -1,35 +1,42 @@
 """Launches the RMSNorm kernels: what they take, how they are cut into programs, and the calls."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 import triton
 from torch import Tensor
 
-from fxfuse.kernels import rms_norm_device, rows
+from fxfuse.kernels import choice, rms_norm_device, rows
+from fxfuse.kernels.choice import DEFAULT, Architecture, Plan, device_of, ladder
 from fxfuse.kernels.rows import (
     DTYPES,
     MAX_GRADIENTS,
-    SHARED_MEMORY,
-    Plan,
     Rows,
     common_unit,
     contiguous,
     count_programs,
     launch,
-    properties,
     widest,
 )
+from fxfuse.kernels.settle import settle
 
 __all__ = ["DTYPES", "MAX_GRADIENTS", "backward", "finalize", "forward", "plan", "unfit"]
 
-# The widest block of columns that one tile holds, by the bytes of an element; wider rows are
-# walked in chunks of the second number.
-_WIDEST = {
-    "forward": ({2: 32768, 4: 16384}, 8192),
-    "backward": ({2: 8192, 4: 8192}, 4096),
-}
+# The widest block of columns that one tile holds, by the bytes of an element; the forward walks
+# wider rows in chunks.
+_WIDEST = {"forward": {2: 32768, 4: 16384}, "backward": {2: 8192, 4: 8192}}
+_FORWARD_CHUNK = 8192
+# The backward's chunks, of rows of at most so many columns: bytes of a chunk, warps, and most
+# registers of a thread. A program holds its share of dweight in registers. With 128 of them two
+# programs of 8 warps fit on a multiprocessor, and one loads while the other computes.
+_CHUNKS = ((16384, 4096, 8, 128), (32768, 8192, 16, None))
+# Of wider rows, whose share of dweight no registers hold.
+_WIDE_CHUNK = 4096
+# Columns for which a program of a cluster is there.
+_CLUSTERED = {"forward": 32768, "backward": 8192}
+_MOST_CLUSTERED = 8
 
 
 @functools.cache
@@ -39,37 +46,91 @@ def plan(
     dtype: torch.dtype,
     *,
     row_tensors: int = 2,
-    shared_memory: int = SHARED_MEMORY,
+    architecture: Architecture = DEFAULT,
 ) -> Plan:
     """How a kernel ("forward", "backward" or "finalize") is cut for rows of N columns.
 
     dtype: the widest dtype among the tensors of M rows; fp32 for "finalize".
     row_tensors: how many tensors of M rows the kernel reads.
-    shared_memory: bytes that one program may use.
     """
     if kernel == "finalize":
-        return _plan_finalize(N)
-    limits, chunk = _WIDEST[kernel]
-    block, tile_rows = rows.tile_of(N, dtype.itemsize, limits[dtype.itemsize], chunk)
-    wide = block < N
-    constants = {"N": N, "BLOCK": block, "ROWS": tile_rows}
-    if kernel == "backward":
-        # the chunked kernel also buffers the weight
-        buffers = 3 * (row_tensors + 1) if wide else 2 * row_tensors
-        tile_bytes = tile_rows * block * dtype.itemsize
-        constants["STAGES"] = rows.count_stages(tile_bytes, buffers, shared_memory)
-    return Plan(
-        kernel=getattr(rms_norm_device, f"{kernel}_wide" if wide else kernel),
-        constants=constants,
-        num_warps=rows.count_warps(tile_rows * block),
-        resident=rows.count_resident(block),
-    )
+        return _finalize(N)
+    cut = _forward if kernel == "forward" else _backward
+    return ladder([*_clustered(kernel, N, architecture), *cut(N, dtype, row_tensors, architecture)])
 
 
-def _plan_finalize(N: int) -> Plan:
+def _finalize(N: int) -> Plan:
     block = 32 if N <= 256 else 64
     constants = {"N": N, "BLOCK": block, "ROWS": 4096 // block}
     return Plan(rms_norm_device.finalize, constants, num_warps=8)
+
+
+def _forward(N: int, dtype: torch.dtype, _: int, architecture: Architecture) -> Iterator[Plan]:
+    limit = _WIDEST["forward"][dtype.itemsize]
+    block, tile_rows = choice.tile_of(N, dtype.itemsize, limit, _FORWARD_CHUNK)
+    yield Plan(
+        rms_norm_device.forward_wide if block < N else rms_norm_device.forward,
+        {"N": N, "BLOCK": block, "ROWS": tile_rows},
+        choice.count_warps(tile_rows * block) * 32 // architecture.lanes,
+    )
+
+
+def _backward(
+    N: int, dtype: torch.dtype, row_tensors: int, architecture: Architecture
+) -> Iterator[Plan]:
+    """Whole rows; chunks where they are wider, spill registers or leave no room to load ahead."""
+    limit = _WIDEST["backward"][dtype.itemsize]
+    block, tile_rows = choice.tile_of(N, dtype.itemsize, limit, _WIDE_CHUNK)
+    whole = choice.looped(
+        rms_norm_device.backward,
+        {"N": N, "BLOCK": block, "ROWS": tile_rows},
+        choice.count_warps(tile_rows * block),
+        row_tensors * tile_rows * block * dtype.itemsize,
+        architecture,
+    )
+    chunked = list(_chunked(N, dtype, row_tensors, architecture))
+    if block >= N and (whole.constants["STAGES"] > 1 or not chunked):
+        yield whole
+    yield from chunked
+    if block < N:
+        wide = choice.looped(
+            rms_norm_device.backward_wide,
+            {"N": N, "BLOCK": block, "ROWS": 1},
+            choice.count_warps(block),
+            (row_tensors + 1) * block * dtype.itemsize,  # the weight too
+            architecture,
+        )
+        yield replace(wide, worse=True)  # it adds up dweight in memory
+
+
+def _chunked(
+    N: int, dtype: torch.dtype, row_tensors: int, architecture: Architecture
+) -> Iterator[Plan]:
+    for columns, chunk_bytes, warps, registers in _CHUNKS:
+        chunk = chunk_bytes // dtype.itemsize
+        if chunk < N <= columns:
+            yield choice.looped(
+                rms_norm_device.backward_chunks,
+                {"N": N, "BLOCK": chunk, "ROWS": 1},
+                warps,
+                (row_tensors + 1) * chunk_bytes,  # the weight too
+                architecture,
+                registers,
+            )
+
+
+def _clustered(kernel: str, N: int, architecture: Architecture) -> Iterator[Plan]:
+    """Whole rows that several programs share."""
+    block = triton.next_power_of_2(N)
+    clusters = block // _CLUSTERED[kernel]
+    if architecture.clusters and 1 < clusters <= _MOST_CLUSTERED:
+        constants = {"N": N, "BLOCK": block, "ROWS": 1}
+        if kernel == "backward":
+            constants["STAGES"] = architecture.stages
+        yield Plan(
+            getattr(rms_norm_device, kernel), constants, num_warps=16,
+            resident=int(kernel == "backward"), clusters=clusters,
+        )  # fmt: skip
 
 
 def unfit(
@@ -120,12 +181,11 @@ def forward(
         return y, h, rstd
 
     operands = [Rows.of(x), Rows.of(residual)]
-    cut = plan("forward", N, widest(x, residual, y))
+    device = device_of(x)
+    cut = plan("forward", N, widest(x, residual, y), architecture=device.architecture)
     M = x.numel() // N
     unit = common_unit(operands)
-    launch(
-        cut,
-        triton.cdiv(M, cut.constants["ROWS"]),
+    arguments = (
         *(r.tensor for r in operands),
         contiguous(weight),
         y,
@@ -134,10 +194,14 @@ def forward(
         M,
         *(r.stride // unit for r in operands),
         float(eps),
-        STRIDE_UNIT=unit,
-        WEIGHT_OFFSET=float(weight_offset),
-        UNIT_DTYPE=None if unit_dtype is None else DTYPES[unit_dtype],
     )
+    constants = {
+        "STRIDE_UNIT": unit,
+        "WEIGHT_OFFSET": float(weight_offset),
+        "UNIT_DTYPE": None if unit_dtype is None else DTYPES[unit_dtype],
+    }
+    cut = settle(cut, arguments, constants, device)
+    launch(cut, triton.cdiv(M, cut.constants["ROWS"]), arguments, constants)
     return y, h, rstd
 
 
@@ -166,37 +230,38 @@ def backward(
 
     dys = rows.same_dtype(dys)
     operands = [*rows.gradient_rows(dys), Rows.of(h), Rows.of(dres)]
-    device = properties(h.device)
+    device = device_of(h)
     cut = plan(
         "backward",
         N,
         widest(*dys, h, dres),
         row_tensors=sum(r.tensor is not None for r in operands),
-        shared_memory=device.shared_memory,
+        architecture=device.architecture,
     )
     M = h.numel() // N
+    unit = common_unit(operands)
+    weight_row, rstds = contiguous(weight), rstd.contiguous()
+    constants = {"STRIDE_UNIT": unit, "WEIGHT_OFFSET": float(weight_offset)}
+
+    def arguments(partials: Tensor | torch.dtype | None) -> tuple:
+        return (
+            *(r.tensor for r in operands[:4]),
+            weight_row,
+            rstds,
+            operands[4].tensor,
+            dh,
+            partials,
+            M,
+            *(r.stride // unit for r in operands),
+        )
+
+    cut = settle(cut, arguments(torch.float32 if need_dweight else None), constants, device)
     programs = count_programs(M, cut, device.multiprocessors)
     partials = None
     if need_dweight:
         partials = torch.empty(programs, N, dtype=torch.float32, device=h.device)
-    unit = common_unit(operands)
-    launch(
-        cut,
-        programs,
-        *(r.tensor for r in operands[:4]),
-        contiguous(weight),
-        rstd.contiguous(),
-        operands[4].tensor,
-        dh,
-        partials,
-        M,
-        *(r.stride // unit for r in operands),
-        STRIDE_UNIT=unit,
-        WEIGHT_OFFSET=float(weight_offset),
-    )
-    if partials is None:
-        return dh, None
-    return dh, finalize(partials, weight)
+    launch(cut, programs, arguments(partials), constants)
+    return dh, None if partials is None else finalize(partials, weight)
 
 
 def finalize(partials: Tensor, weight: Tensor) -> Tensor:
@@ -204,5 +269,5 @@ def finalize(partials: Tensor, weight: Tensor) -> Tensor:
     programs, N = partials.shape
     dweight = torch.empty(N, dtype=weight.dtype, device=weight.device)
     cut = plan("finalize", N, partials.dtype)
-    launch(cut, triton.cdiv(N, cut.constants["BLOCK"]), partials, dweight, programs)
+    launch(cut, triton.cdiv(N, cut.constants["BLOCK"]), (partials, dweight, programs), {})
     return dweight

@@ -1,7 +1,7 @@
-"""What the launches of all Triton kernels share: rows, how they are cut, and the launch itself.
+"""What the launches of all Triton kernels share: tensors as rows, and the launch itself.
 
-The cut depends on the width, the dtype and the device, never on the number of rows M, so a row's
-result does not depend on the rows beside it. Only the number of partial sums of dweight does.
+How rows are cut never depends on how many there are (see choice.py), only the number of partial
+sums of dweight does.
 """
 
 import functools
@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fxfuse.kernels import tile_device
+from fxfuse.kernels.choice import MAX_TILE_ROWS, Plan
 
 DTYPES = {
     torch.float32: tl.float32,
@@ -25,17 +26,7 @@ DTYPES = {
 }
 MAX_COLUMNS = 1 << 20
 MAX_GRADIENTS = 3
-# Bytes that one program may use; also where Triton's interpreter runs on the CPU.
-SHARED_MEMORY = 227 * 1024
 
-# Up to this many columns a tile has several rows: this many bytes of each tensor.
-_NARROW_COLUMNS = 512
-NARROW_TILE_BYTES = 4096
-MAX_TILE_ROWS = 128
-# Elements of a tensor that one thread holds.
-_THREAD_ELEMENTS = 16
-# Backward programs on one multiprocessor, for blocks of at most so many columns.
-_RESIDENT = {1024: 8, 2048: 4, 4096: 2}
 # One program adds up so many rows of dweight: fewer and the partial sums cost more than they
 # save, more (in tiles) and a chain of fp32 additions loses too many bits.
 _MIN_PROGRAM_ROWS = 4
@@ -43,7 +34,6 @@ _MAX_PROGRAM_TILES = 256
 
 _INT32_MAX = 2**31 - 1
 _ALIGNMENT = 16  # bytes of the widest load
-_INTERPRETER_MULTIPROCESSORS = 2
 
 
 # ------------------------------------------------------------ what a kernel takes
@@ -107,54 +97,7 @@ def _interpreted() -> bool:
     return not isinstance(tile_device.load, triton.JITFunction)
 
 
-# ------------------------------------------------------------ how rows are cut
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A kernel with what its width and dtype decide: constants, warps, resident programs."""
-
-    kernel: Any
-    constants: dict[str, int]
-    num_warps: int
-    resident: int = 0
-
-
-def tile_of(
-    columns: int,
-    itemsize: int,
-    widest: int,
-    chunk: int,
-    tile_bytes: int = NARROW_TILE_BYTES,
-) -> tuple[int, int]:
-    """Columns and rows of a tile: all columns up to `widest` of them, or else chunks of a row.
-
-    tile_bytes: of each tensor in a tile of several rows.
-    """
-    block = triton.next_power_of_2(columns)
-    if block > widest:
-        block = chunk
-    if block > _NARROW_COLUMNS:
-        return block, 1
-    return block, min(MAX_TILE_ROWS, tile_bytes // itemsize // block)
-
-
-def count_warps(elements: int, thread_elements: int = _THREAD_ELEMENTS) -> int:
-    """Warps for a tile of so many elements."""
-    return min(32, max(4, elements // (32 * thread_elements)))
-
-
-def count_stages(buffer_bytes: int, buffers: int, shared_memory: int) -> int:
-    """How many tiles a loop holds: three with one tile in flight behind the one in use, or one.
-
-    Two would overlap nothing. `buffers` are those for three.
-    """
-    return 3 if buffers * buffer_bytes + 2048 <= shared_memory else 1
-
-
-def count_resident(block: int) -> int:
-    """Backward programs on one multiprocessor for blocks of so many columns."""
-    return next((count for width, count in _RESIDENT.items() if block <= width), 1)
+# ------------------------------------------------------------ launches
 
 
 def count_programs(M: int, cut: Plan, multiprocessors: int, groups: int = 1) -> int:
@@ -164,41 +107,19 @@ def count_programs(M: int, cut: Plan, multiprocessors: int, groups: int = 1) -> 
     """
     rows = cut.constants["ROWS"]
     tiles = triton.cdiv(M, rows)
-    limit = max(1, cut.resident * multiprocessors // groups)
+    limit = max(1, cut.resident * multiprocessors // (groups * cut.clusters))
     waves = max(1, triton.cdiv(tiles, limit * _MAX_PROGRAM_TILES))
     programs = min(waves * limit, triton.cdiv(M, max(rows, _MIN_PROGRAM_ROWS)))
     # as many programs as finish together
     return triton.cdiv(tiles, triton.cdiv(tiles, programs))
 
 
-@dataclass(frozen=True)
-class Device:
-    """Of a device: how many multiprocessors, and bytes of shared memory for one program."""
-
-    multiprocessors: int
-    shared_memory: int
-
-
-@functools.cache
-def properties(device: torch.device) -> Device:
-    if device.type != "cuda":
-        return Device(_INTERPRETER_MULTIPROCESSORS, SHARED_MEMORY)
-    found = torch.cuda.get_device_properties(device)
-    shared = getattr(found, "shared_memory_per_block_optin", 0) or found.shared_memory_per_block
-    return Device(found.multi_processor_count, shared)
-
-
-def launch(cut: Plan, programs: int, *arguments: Any, **constants: Any) -> None:
+def launch(
+    cut: Plan, programs: int, arguments: Sequence[Any], constants: Mapping[str, Any]
+) -> None:
     """Every launch of a kernel goes through here."""
     with torch.cuda.device_of(arguments[0]):
-        cut.kernel[(programs,)](
-            *arguments,
-            **cut.constants,
-            **constants,
-            num_warps=cut.num_warps,
-            # the default differs between Triton's versions, and with it the bits
-            enable_fp_fusion=True,
-        )
+        cut.kernel[(programs,)](*arguments, **cut.constants, **constants, **cut.options)
 
 
 # ------------------------------------------------------------ what is rounded

@@ -11,22 +11,21 @@ import torch
 import triton
 from torch import Tensor
 
-from fxfuse.kernels import rms_norm_launch, rows, sandwich_device
+from fxfuse.kernels import choice, rms_norm_launch, rows, sandwich_device
+from fxfuse.kernels.choice import DEFAULT, Architecture, Plan, device_of
 from fxfuse.kernels.rows import (
     DTYPES,
     MAX_GRADIENTS,
-    SHARED_MEMORY,
-    Plan,
     Rows,
     common_unit,
     contiguous,
     count_programs,
     launch,
-    properties,
     rounding,
     scaled_dtype,
     widest,
 )
+from fxfuse.kernels.settle import settle
 
 __all__ = [
     "DTYPES",
@@ -48,8 +47,6 @@ _CHUNK = 8192
 # Bytes of each tensor in a tile of several rows, and elements of a tensor that one thread holds.
 _TILE_BYTES = {"forward": 4096, "backward": 2048}
 _THREAD_ELEMENTS = {"forward": 16, "backward": 8}
-# Warps of the backward kernel that a multiprocessor has registers for, 128 a thread.
-_RESIDENT_WARPS = 16
 
 
 @functools.cache
@@ -59,28 +56,23 @@ def plan(
     dtype: torch.dtype,
     *,
     row_tensors: int = 4,
-    shared_memory: int = SHARED_MEMORY,
+    architecture: Architecture = DEFAULT,
 ) -> Plan:
     """How a kernel ("forward" or "backward") is cut for rows of N columns.
 
     dtype: the widest dtype among the tensors of M rows.
     row_tensors: how many tensors of M rows the kernel reads.
-    shared_memory: bytes that one program may use.
     """
     limit = _WIDEST[kernel][dtype.itemsize]
-    block, tile_rows = rows.tile_of(N, dtype.itemsize, limit, _CHUNK, _TILE_BYTES[kernel])
+    block, tile_rows = choice.tile_of(N, dtype.itemsize, limit, _CHUNK, _TILE_BYTES[kernel])
     wide = block < N
+    device_kernel = getattr(sandwich_device, f"{kernel}_wide" if wide else kernel)
     constants = {"N": N, "BLOCK": block, "ROWS": tile_rows}
-    if kernel == "backward":
-        tile_bytes = tile_rows * block * dtype.itemsize
-        constants["STAGES"] = rows.count_stages(tile_bytes, 2 * row_tensors, shared_memory)
-    warps = rows.count_warps(tile_rows * block, _THREAD_ELEMENTS[kernel])
-    return Plan(
-        kernel=getattr(sandwich_device, f"{kernel}_wide" if wide else kernel),
-        constants=constants,
-        num_warps=warps,
-        resident=max(1, _RESIDENT_WARPS // warps),
-    )
+    warps = choice.count_warps(tile_rows * block, _THREAD_ELEMENTS[kernel])
+    if kernel == "forward":
+        return Plan(device_kernel, constants, warps * 32 // architecture.lanes)
+    turn_bytes = row_tensors * tile_rows * block * dtype.itemsize
+    return choice.looped(device_kernel, constants, warps, turn_bytes, architecture)
 
 
 def fits_one_kernel(N: int, dtype: torch.dtype) -> bool:
@@ -120,12 +112,11 @@ def rms_norm_add_rms_norm(
         return y, h, rstd1, rstd2
 
     operands = [Rows.of(x), Rows.of(residual)]
-    cut = plan("forward", N, widest(x, residual, y, h))
+    device = device_of(x)
+    cut = plan("forward", N, widest(x, residual, y, h), architecture=device.architecture)
     M = x.numel() // N
     unit = common_unit(operands)
-    launch(
-        cut,
-        triton.cdiv(M, cut.constants["ROWS"]),
+    arguments = (
         *(r.tensor for r in operands),
         contiguous(weight1),
         contiguous(weight2),
@@ -137,15 +128,19 @@ def rms_norm_add_rms_norm(
         *(r.stride // unit for r in operands),
         float(eps1),
         float(eps2),
-        STRIDE_UNIT=unit,
-        WEIGHT_OFFSET1=float(weight_offset1),
-        WEIGHT_OFFSET2=float(weight_offset2),
-        UNIT_DTYPE1=rounding(unit_dtype1),
-        SCALED_DTYPE1=rounding(scaled_dtype(unit_dtype1, weight1, weight_offset1)),
-        NORM_DTYPE1=rounding(norm_dtype1),
-        UNIT_DTYPE2=rounding(unit_dtype2),
-        SCALED_DTYPE2=rounding(scaled_dtype(unit_dtype2, weight2, weight_offset2)),
     )
+    constants = {
+        "STRIDE_UNIT": unit,
+        "WEIGHT_OFFSET1": float(weight_offset1),
+        "WEIGHT_OFFSET2": float(weight_offset2),
+        "UNIT_DTYPE1": rounding(unit_dtype1),
+        "SCALED_DTYPE1": rounding(scaled_dtype(unit_dtype1, weight1, weight_offset1)),
+        "NORM_DTYPE1": rounding(norm_dtype1),
+        "UNIT_DTYPE2": rounding(unit_dtype2),
+        "SCALED_DTYPE2": rounding(scaled_dtype(unit_dtype2, weight2, weight_offset2)),
+    }
+    cut = settle(cut, arguments, constants, device)
+    launch(cut, triton.cdiv(M, cut.constants["ROWS"]), arguments, constants)
     return y, h, rstd1, rstd2
 
 
@@ -193,38 +188,42 @@ def rms_norm_add_rms_norm_backward(
 
     dys = rows.same_dtype(dys)
     operands = [*rows.gradient_rows(dys), Rows.of(x), Rows.of(h), Rows.of(dres)]
-    device = properties(x.device)
+    device = device_of(x)
     cut = plan(
         "backward",
         N,
         widest(*dys, x, h, dres),
         row_tensors=sum(r.tensor is not None for r in operands),
-        shared_memory=device.shared_memory,
+        architecture=device.architecture,
     )
     M = x.numel() // N
+    unit = common_unit(operands)
+    fixed = (contiguous(weight1), contiguous(weight2), rstd1.contiguous(), rstd2.contiguous())
+    constants = {
+        "STRIDE_UNIT": unit,
+        "WEIGHT_OFFSET1": float(weight_offset1),
+        "WEIGHT_OFFSET2": float(weight_offset2),
+    }
+
+    def arguments(partials: Sequence[Tensor | torch.dtype | None]) -> tuple:
+        return (
+            *(r.tensor for r in operands),
+            *fixed,
+            dx,
+            dh,
+            *partials,
+            M,
+            *(r.stride // unit for r in operands),
+        )
+
+    kinds = [None if w is None else torch.float32 for w in weights]
+    cut = settle(cut, arguments(kinds), constants, device)
     programs = count_programs(M, cut, device.multiprocessors)
     partials = [
         None if w is None else torch.empty(programs, N, dtype=torch.float32, device=x.device)
         for w in weights
     ]
-    unit = common_unit(operands)
-    launch(
-        cut,
-        programs,
-        *(r.tensor for r in operands),
-        contiguous(weight1),
-        contiguous(weight2),
-        rstd1.contiguous(),
-        rstd2.contiguous(),
-        dx,
-        dh,
-        *partials,
-        M,
-        *(r.stride // unit for r in operands),
-        STRIDE_UNIT=unit,
-        WEIGHT_OFFSET1=float(weight_offset1),
-        WEIGHT_OFFSET2=float(weight_offset2),
-    )
+    launch(cut, programs, arguments(partials), constants)
     dweights = (
         None if p is None else rms_norm_launch.finalize(p, w) for p, w in zip(partials, weights)
     )

@@ -7,12 +7,13 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from fxfuse.kernels import ops, rms_norm_launch as kernels, rows  # noqa: F401
+from fxfuse.kernels import ops, rms_norm_launch as kernels, rows, settle  # noqa: F401
 from tests.kernels.exact import normal, step
 
 WIDTHS = (1, 64, 96, 1000, 4096)
-# Beyond what one tile holds in every dtype, and no multiple of a chunk.
-WIDE = {"forward": 33000, "backward": 8200}
+# Beyond what one tile holds in every dtype, and no multiple of a chunk; the backward also beyond
+# what holds dweight in registers.
+WIDE = {"forward": (33000,), "backward": (8200, 33000)}
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 DTYPES = (FP32, FP16, BF16)
@@ -176,7 +177,7 @@ def test_unit_rounded_then_a_wider_weight():
 
 @pytest.mark.parametrize("dtype", (FP32, FP16), ids=str)
 def test_wide_rows_forward(dtype):
-    N = WIDE["forward"]
+    N = WIDE["forward"][0]
     x = normal(3, N, dtype=dtype)
     residual = normal(3, N, dtype=dtype, seed=1)
     weight = normal(N, dtype=dtype, seed=2)
@@ -248,14 +249,27 @@ def test_gradients_are_rounded_after_each_addition(N):
     assert not torch.equal(once, (dys[0] + dys[1]) + dys[2])
 
 
-def test_wide_rows_backward():
-    N = WIDE["backward"]
+@pytest.mark.parametrize("weighted", (True, False))
+@pytest.mark.parametrize("N", WIDE["backward"])
+def test_wide_rows_backward(N, weighted):
     M = 5  # more than the programs, so that partial sums of several rows meet
     h, dy, dy2, dres = (normal(M, N, dtype=FP16, seed=i) for i in range(4))
-    weight = normal(N, seed=4)
+    weight = normal(N, seed=4) if weighted else None
     assert kernels.plan("backward", N, FP16).constants["BLOCK"] < N
     found = backward([dy, dy2], h, weight, dres, offset=1.0)
     assert_gradients(found, [dy, dy2], h, weight, dres, 1.0)
+
+
+@pytest.mark.parametrize("N", (2880, 8192, 12000, 20001))
+def test_every_fallback_of_the_backward(N):
+    h, dy, dres = (normal(5, N, seed=i) for i in range(3))
+    weight = normal(N, seed=3)
+    plans = settle.rungs(kernels.plan("backward", N, FP32))
+    assert len(plans) > 1
+    for rung in range(len(plans)):
+        with settle.forced(rung=rung):
+            found = backward([dy], h, weight, dres)
+        assert_gradients(found, [dy], h, weight, dres, 0.0)
 
 
 def test_many_partial_sums():
@@ -438,9 +452,9 @@ def launches(monkeypatch):
     """The names of the kernels that are launched."""
     seen, launch = [], kernels.launch
 
-    def recording(cut, *arguments, **constants):
+    def recording(cut, *given):
         seen.append(cut.kernel.fn.__name__)
-        launch(cut, *arguments, **constants)
+        launch(cut, *given)
 
     monkeypatch.setattr(kernels, "launch", recording)
     return seen
