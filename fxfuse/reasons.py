@@ -29,7 +29,7 @@ def beyond_bytes(wins: bool, cheaper: bool, known: bool) -> str:
     known: whether the number of elements is.
     """
     if wins and not cheaper and known:
-        return ", and so small that the kernel's fewer launches count"
+        return ", and at this size the kernel's fewer launches count"
     if cheaper and not wins:
-        return ", but so small that the call of an op costs more"
+        return ", but at this size the call of an op costs more"
     return ""

@@ -46,9 +46,9 @@ def place(flow, rows, columns, target="sm_90", **more):
         # rows that are read twice, and narrow ones
         (place(NORM, 16384, 4096), "kernel", "inline", f"against Inductor's 4 and 2 {TWICE}"),
         (place(NORM, 131072, 128), "inline", "inline", "forward 4 bytes an element either way;"),
-        (place(NORM, 512, 128), "inline", "inline", "so small that the call of an op costs more"),
+        (place(NORM, 512, 128), "inline", "inline", "at this size the call of an op costs more"),
         (place(NORM, 16384, 1024), "inline", "inline", "either way in one pass"),
-        (place(NORM, 2048, 1024), "inline", "inline", "so small that the call of an op costs"),
+        (place(NORM, 2048, 1024), "inline", "inline", "at this size the call of an op costs"),
         # several gradients of the result
         (place(PROJECTED, 4096, 4096), "kernel", "kernel", "backward 12 bytes an element against "
             "Inductor's 20 and 8 again"),
