@@ -59,7 +59,6 @@ def node(op: str, target: object) -> fx.Node:
         (torch.ops.fxfuse.rms_norm.default, CALLED, None),
         (torch.ops.higher_order.cond, CALLED, None),
     ],
-    ids=str,
 )
 def test_functions(target, expected, name):
     one = node("call_function", target)
