@@ -195,9 +195,12 @@ def _outer(op: _Op, x, gate, weights, attributes, forward, backward) -> Tensor:
     return _forward(op, x, gate, weights, attributes, forward)[0]
 
 
-def _forward(op, x, gate, weights, attributes, side) -> tuple[Tensor, Tensor | None]:
-    forward = op.formula if side == "inline" else op.call_forward
-    y, rstd = forward(x, gate, weights, attributes)
+def _forward(op, x, gate, weights, attributes, side, keepdim=False) -> tuple[Tensor, Tensor | None]:
+    if side != "inline":
+        y, rstd = op.call_forward(x, gate, weights, attributes)
+    else:
+        shape = {"keepdim": keepdim} if op.normed else {}
+        y, rstd = op.formula(x, gate, weights, attributes | shape)
     return fresh(y), rstd
 
 
@@ -212,7 +215,7 @@ def _defaults(op: _Op) -> dict:
 class _Gated(torch.autograd.Function):
     @staticmethod
     def forward(ctx, op, attributes, forward, backward, x, gate, *weights):
-        y, rstd = _forward(op, x, gate, weights, attributes, forward)
+        y, rstd = _forward(op, x, gate, weights, attributes, forward, backward == "inline")
         ctx.save_for_backward(x, gate, rstd, *weights)
         ctx.op, ctx.attributes, ctx.side = op, attributes, backward
         return y

@@ -90,7 +90,7 @@ def rms_norm_silu_gate_bwd(
     wide = _wide(dy, x, gate, rstd)
     dy = dy.to(wide)
     value, slope = silu_and_slope(gate, wide)
-    normed = x.to(wide) * rstd.to(wide).unsqueeze(-1)
+    normed = x.to(wide) * reference.per_row(rstd, x).to(wide)
     if weight is not None:
         normed = normed * reference.scale(weight, weight_offset, wide)
     dx, dweight = reference.rms_norm_bwd(
@@ -154,11 +154,13 @@ def silu_gate_rms_norm_bwd(
     gated = silu_gate(
         x, gate, sigmoid_dtype=sigmoid_dtype, silu_dtype=silu_dtype, out_dtype=gated_dtype
     )
-    x_hat = grouped(gated.to(wide), group) * rstd.to(wide).unsqueeze(-1)
+    gated = grouped(gated.to(wide), group)
+    rstd = reference.per_row(rstd, gated).to(wide)
+    x_hat = gated * rstd
     g = dy if weight is None else dy * reference.scale(weight, weight_offset, wide)
     g = grouped(g, group)
     dgated = g - x_hat * (x_hat * g).mean(-1, keepdim=True)
-    dgated = (dgated * rstd.to(wide).unsqueeze(-1)).flatten(-2)
+    dgated = (dgated * rstd).flatten(-2)
     dweight = None
     if need_dweight and weight is not None:
         dweight = reference.sum_rows(dy * x_hat.flatten(-2)).to(weight.dtype)

@@ -132,7 +132,7 @@ def add_rms_norm(
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, attributes, forward, backward):
-        y, _, rstd = _forward(x, None, weight, attributes, forward)
+        y, _, rstd = _forward(x, None, weight, attributes, forward, backward == "inline")
         ctx.save_for_backward(x, weight, rstd)
         ctx.attributes, ctx.side = attributes, backward
         ctx.set_materialize_grads(False)
@@ -164,7 +164,7 @@ class _Fork(torch.autograd.Function):
 class _AddRMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, residual, weight, attributes, forward, backward):
-        y, h, rstd = _forward(x, residual, weight, attributes, forward)
+        y, h, rstd = _forward(x, residual, weight, attributes, forward, backward == "inline")
         if not any(ctx.needs_input_grad[:2]):
             ctx.mark_non_differentiable(h)
         ctx.save_for_backward(h, weight, rstd)
@@ -211,12 +211,20 @@ def _reduce_to(dh: Tensor | None, shape: torch.Size, dtype: torch.dtype) -> Tens
 
 
 def _forward(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, attributes: Rounding, side: str
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    attributes: Rounding,
+    side: str,
+    keepdim: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """y, h and rstd by the inner op or by the plain formula; h is x where there is no residual."""
+    """y, h and rstd by the inner op or by the plain formula; h is x where there is no residual.
+
+    keepdim: of rstd, where it comes from the formula and only a formula reads it.
+    """
     if side == "inline":
         h = x if residual is None else x + residual
-        y, rstd = _plain_norm(h, weight, attributes)
+        y, rstd = _plain_norm(h, weight, attributes, keepdim)
         return y, h, rstd
     if residual is None:
         y, rstd = torch.ops.fxfuse.rms_norm_fwd.default(x, weight, **vars(attributes))
@@ -226,9 +234,11 @@ def _forward(
     return fresh(y), fresh(h), rstd
 
 
-def _plain_norm(h: Tensor, weight: Tensor | None, attributes: Rounding) -> tuple[Tensor, Tensor]:
+def _plain_norm(
+    h: Tensor, weight: Tensor | None, attributes: Rounding, keepdim: bool = False
+) -> tuple[Tensor, Tensor]:
     """y and rstd by the plain formula."""
-    y, rstd = reference.rms_norm(h, weight, **attributes.resolve(h.dtype))
+    y, rstd = reference.rms_norm(h, weight, **attributes.resolve(h.dtype), keepdim=keepdim)
     return (y.contiguous() if attributes.contiguous else y), rstd
 
 

@@ -52,12 +52,15 @@ def rms_norm(
     compute_dtype: torch.dtype = torch.float32,
     unit_dtype: torch.dtype | None = None,
     out_dtype: torch.dtype | None = None,
+    keepdim: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """RMSNorm of the last dim of `h` [..., N].
 
     `compute_dtype` is the dtype of the statistics, `unit_dtype` the dtype that the normalised value
     is rounded to before the weight, `out_dtype` that of y; None leaves what promotion gives.
-    Returns y [..., N] and rstd [...] in `compute_dtype`. Source: https://arxiv.org/abs/1910.07467
+    Returns y [..., N] and rstd [...], with `keepdim` [..., 1], in `compute_dtype`: a compiler then
+    sees that `norm_gradient` begins with a product that is there already, and what to save for it.
+    Source: https://arxiv.org/abs/1910.07467
     """
     s = h.to(compute_dtype)
     rstd = inverse_rms(s, eps)
@@ -68,7 +71,7 @@ def rms_norm(
         y = y * (weight if weight_offset == 0 else weight_offset + weight.to(compute_dtype))
     if out_dtype is not None:
         y = y.to(out_dtype)
-    return y, rstd.squeeze(-1)
+    return y, rstd if keepdim else rstd.squeeze(-1)
 
 
 def inverse_rms(s: Tensor, eps: float | None) -> Tensor:
@@ -102,7 +105,8 @@ def rms_norm_bwd(
 
     `dys` are gradients of y [..., N] that are still to be summed; the sum is rounded to their dtype
     after each add, as autograd does. All else is computed in the dtype of `rstd` [...], at least in
-    fp32. Returns dh in h's dtype, and dweight [N] in the weight's, or None where it is not needed.
+    fp32. rstd may also be [..., 1]. Returns dh in h's dtype, and dweight [N] in the weight's, or
+    None where it is not needed.
     """
     dh, dweight = norm_gradient(
         dys, h, weight, rstd, dres, weight_offset=weight_offset, need_dweight=need_dweight
@@ -123,16 +127,23 @@ def norm_gradient(
     """`rms_norm_bwd` before dh is rounded to h's dtype."""
     wide = torch.promote_types(rstd.dtype, torch.float32)
     dy = sum_gradients(dys).to(wide)
-    rstd = rstd.to(wide).unsqueeze(-1)
-    x_hat = h.to(wide) * rstd
+    rstd = per_row(rstd, h).to(wide)
+    h = h.to(wide)
+    x_hat = h * rstd
     g = dy if weight is None else dy * scale(weight, weight_offset, wide)
-    dh = (g - x_hat * (x_hat * g).mean(-1, keepdim=True)) * rstd
+    # h and not x_hat once more: then h is what a compiler saves, and all its readers read that.
+    dh = (g - h * (rstd * (x_hat * g).mean(-1, keepdim=True))) * rstd
     if dres is not None:
         dh = dh + dres.to(wide)
     dweight = None
     if need_dweight and weight is not None:
         dweight = sum_rows(dy * x_hat).to(weight.dtype)
     return dh, dweight
+
+
+def per_row(rstd: Tensor, h: Tensor) -> Tensor:
+    """rstd [...] or [..., 1] as [..., 1], for h [..., N]."""
+    return rstd if rstd.dim() == h.dim() else rstd.unsqueeze(-1)
 
 
 def sum_gradients(dys: Sequence[Tensor]) -> Tensor:

@@ -62,9 +62,9 @@ def rms_norm_add_rms_norm(
     return _forward(x, residual, *weights, attributes, forward)[:2]
 
 
-def _forward(x, residual, weight1, weight2, attributes, side) -> tuple[Tensor, ...]:
+def _forward(x, residual, weight1, weight2, attributes, side, keepdim=False) -> tuple[Tensor, ...]:
     if side == "inline":
-        return _formula(x, residual, weight1, weight2, attributes)
+        return _formula(x, residual, weight1, weight2, attributes, keepdim=keepdim)
     op = torch.ops.fxfuse.rms_norm_add_rms_norm_fwd.default
     y, h, *rstds = op(x, residual, weight1, weight2, **attributes)
     return fresh(y), fresh(h), *rstds
@@ -73,7 +73,8 @@ def _forward(x, residual, weight1, weight2, attributes, side) -> tuple[Tensor, .
 class _Sandwich(torch.autograd.Function):
     @staticmethod
     def forward(ctx, attributes, forward, backward, x, residual, weight1, weight2):
-        y, h, rstd1, rstd2 = _forward(x, residual, weight1, weight2, attributes, forward)
+        operands, keepdim = (x, residual, weight1, weight2), backward == "inline"
+        y, h, rstd1, rstd2 = _forward(*operands, attributes, forward, keepdim)
         if not any(ctx.needs_input_grad[3:6]):  # only of the second weight
             ctx.mark_non_differentiable(h)
         ctx.save_for_backward(x, h, weight1, weight2, rstd1, rstd2)
@@ -146,12 +147,16 @@ def _resolve(x, residual, weight1, attributes: dict) -> dict:
     return found
 
 
-def _formula(x, residual, weight1, weight2, attributes, formulas: ModuleType = sandwich_reference):
-    """y, h, rstd1 and rstd2 by one of the `formulas`."""
+def _formula(
+    x, residual, weight1, weight2, attributes, formulas: ModuleType = sandwich_reference, **shape
+):
+    """y, h, rstd1 and rstd2 by one of the `formulas`; shape: `keepdim` of both rstd."""
     resolved = _resolve(x, residual, weight1, attributes)
     if attributes.get("contiguous1"):
         x = x.contiguous()
-    y, h, *rstds = formulas.rms_norm_add_rms_norm(x, residual, weight1, weight2, **resolved)
+    y, h, *rstds = formulas.rms_norm_add_rms_norm(
+        x, residual, weight1, weight2, **resolved, **shape
+    )
     return (y.contiguous() if attributes.get("contiguous") else y), h, *rstds
 
 

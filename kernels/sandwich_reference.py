@@ -27,6 +27,7 @@ def rms_norm_add_rms_norm(
     unit_dtype2: torch.dtype | None = None,
     out_dtype: torch.dtype | None = None,
     swapped: bool = False,
+    keepdim: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """h = residual + rms_norm(x; weight1), y = rms_norm(h; weight2); all [..., N].
 
@@ -42,6 +43,7 @@ def rms_norm_add_rms_norm(
         compute_dtype=compute_dtype1,
         unit_dtype=unit_dtype1,
         out_dtype=norm_dtype1,
+        keepdim=keepdim,
     )
     h = normed + residual if swapped else residual + normed
     y, rstd2 = reference.rms_norm(
@@ -52,6 +54,7 @@ def rms_norm_add_rms_norm(
         compute_dtype=compute_dtype2,
         unit_dtype=unit_dtype2,
         out_dtype=out_dtype,
+        keepdim=keepdim,
     )
     return y, h, rstd1, rstd2
 
