@@ -136,11 +136,30 @@ class Block(nn.Module):
         return x + self.mlp(self.second(x))
 
 
-BLOCKS = {"llama": (LlamaNorm, Attention), "gated": (ZeroCentredNorm, GatedMixer)}
+class Sandwich(nn.Module):
+    """Gemma's block, with a norm on either side of the mixer and of the MLP."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.before, self.after, self.before_mlp, self.after_mlp = (
+            ZeroCentredNorm(size.width) for _ in range(4)
+        )
+        self.mixer, self.mlp = Attention(size), SwiGLU(size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.after(self.mixer(self.before(x)))
+        return x + self.after_mlp(self.mlp(self.before_mlp(x)))
 
 
-def make(name: str, size: Size) -> nn.Module:
-    """A block in bf16 whose parameters hold whatever was in memory."""
+BLOCKS: dict[str, Callable[[Size], nn.Module]] = {
+    "llama": lambda size: Block(size, LlamaNorm, Attention),
+    "sandwich": Sandwich,
+    "gated": lambda size: Block(size, ZeroCentredNorm, GatedMixer),
+}
+
+
+def make(name: str, size: Size, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    """A block on the CPU whose parameters hold whatever was in memory."""
     with torch.device("meta"):
-        block = Block(size, *BLOCKS[name])
-    return block.to(torch.bfloat16).to_empty(device="cpu")
+        block = BLOCKS[name](size)
+    return block.to(dtype).to_empty(device="cpu")
