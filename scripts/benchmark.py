@@ -20,8 +20,10 @@ from pathlib import Path
 
 import torch
 from op_cases import CASES, Case
+from step_memory import Memory, of_step
 from tabulate import tabulate
 from torch import Tensor
+from traffic_blocks import BLOCKS, Size, make
 
 import fxfuse
 
@@ -81,6 +83,23 @@ class Traffic:
     @property
     def missed(self) -> bool:
         return self.ratio > 1
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Megabytes of a training step on the CPU: at its peak, and saved for the backward.
+
+    alone: under torch.compile without fxfuse; auto, always: with it, by these policies.
+    """
+
+    name: str
+    alone: Memory
+    auto: Memory
+    always: Memory
+
+    @property
+    def missed(self) -> bool:
+        return self.auto.peak > self.alone.peak or self.auto.saved > self.alone.saved
 
 
 def add_norm_fp32() -> Row:
@@ -291,6 +310,22 @@ def traffic(block: str) -> Traffic:
     return Traffic(f"{block} block", *moved)
 
 
+def memory(block: str, dtype: torch.dtype) -> Footprint:
+    """Two layers of a block of scripts/traffic_blocks.py, small, with more rows than columns."""
+    size = Size(batch=2, tokens=512, width=128, head=32, mlp=344)
+    backends = ["inductor", *(fxfuse.make_backend(policy=p) for p in ("auto", "always"))]
+    found = []
+    for backend in backends:
+        torch.compiler.reset()
+        model = torch.nn.Sequential(*(make(block, size, dtype) for _ in range(2)))
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.02)
+        x, dy = torch.randn(2, size.batch, size.tokens, size.width).to(dtype).unbind()
+        compiled_ = torch.compile(model, backend=backend, dynamic=False)
+        found.append(of_step(compiled_, [x.requires_grad_(), *model.parameters()], dy))
+    return Footprint(f"{block}, {name(dtype)}", *found)
+
+
 OPS = ("silu_gate", "rms_norm_silu_gate", "silu_gate_rms_norm", "rms_norm_add_rms_norm")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ROWS = {
@@ -304,6 +339,11 @@ ROWS = {
         f"{prefix}{op}_{short}": functools.partial(row, op, dtype)
         for prefix, row in (("", op_row), ("compiled_", compiled_op_row))
         for op in OPS
+        for short, dtype in DTYPES.items()
+    },
+    **{
+        f"memory_{block}_{short}": functools.partial(memory, block, dtype)
+        for block in BLOCKS
         for short, dtype in DTYPES.items()
     },
     **{
@@ -374,7 +414,7 @@ def main(names: list[str]) -> int:
     return int(any(r.missed for r in rows))
 
 
-def table(rows: list[Row | Limit | Traffic]) -> str:
+def table(rows: list[Row | Limit | Traffic | Footprint]) -> str:
     compared = [
         (r.name, r.ours, r.baseline, f"{r.speedup:.2f} x", f"{r.target} x")
         for r in rows
@@ -395,6 +435,14 @@ def table(rows: list[Row | Limit | Traffic]) -> str:
     parts += [tabulate(limited, ("cost", "measured", "at most"))] if limited else []
     head = ("GB moved on sm_90", "torch.compile", "auto", "always", "auto's share", "at most")
     parts += [tabulate(moved, head, floatfmt=".3f")] if moved else []
+    held = [
+        (r.name, *(n / 1e6 for m in (r.alone, r.auto, r.always) for n in (m.peak, m.saved)))
+        for r in rows
+        if isinstance(r, Footprint)
+    ]
+    sides = ("torch.compile", "auto", "always")
+    head = ("MB of a step", *(f"{side}, {what}" for side in sides for what in ("peak", "saved")))
+    parts += [tabulate(held, head, floatfmt=".2f")] if held else []
     return "\n\n".join(parts)
 
 
