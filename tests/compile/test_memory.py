@@ -30,14 +30,21 @@ def measured(block: str, dtype: torch.dtype, policy: str | None) -> Memory:
 LATER = pytest.mark.xfail(strict=True, reason="h of the first sandwich is saved, not made again")
 
 
+NEW = pytest.mark.xfail(strict=True, reason="a norm's backward writes dh beside what it reads")
+EACH = [("llama", torch.bfloat16), ("llama", torch.float32), ("gated", torch.float32)]
+
+
 @pytest.mark.parametrize("policy", ["auto", "always"])
-@pytest.mark.parametrize(
-    "block, dtype",
-    [("llama", torch.bfloat16), ("llama", torch.float32), ("gated", torch.float32)],
-    ids=str,
-)
+@pytest.mark.parametrize("block, dtype", EACH, ids=str)
 def test_no_more_is_saved(block, dtype, policy):
     assert measured(block, dtype, policy).saved <= measured(block, dtype, None).saved
+
+
+@NEW
+@pytest.mark.parametrize("policy", ["auto", "always"])
+@pytest.mark.parametrize("block, dtype", EACH, ids=str)
+def test_the_peak_is_no_higher(block, dtype, policy):
+    assert measured(block, dtype, policy).peak <= measured(block, dtype, None).peak
 
 
 @pytest.mark.parametrize("policy", ["auto", pytest.param("always", marks=LATER)])
