@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -82,7 +82,8 @@ class Device:
     multiprocessors: int
 
 
-_INTERPRETER = Device(DEFAULT, 2)
+# Where Triton's interpreter runs.
+_CPU = Device(DEFAULT, 2)
 
 
 def device_of(tensor: torch.Tensor) -> Device:
@@ -93,7 +94,7 @@ def device_of(tensor: torch.Tensor) -> Device:
 @functools.cache
 def _device(device: torch.device, margin: int) -> Device:
     if device.type != "cuda":
-        return _INTERPRETER
+        return replace(_CPU, multiprocessors=max(1, _CPU.multiprocessors - margin))
     found = torch.cuda.get_device_properties(device)
     kind = GFX942 if torch.version.hip else architecture(10 * found.major + found.minor)
     shared = getattr(found, "shared_memory_per_block_optin", 0) or found.shared_memory_per_block
@@ -166,6 +167,9 @@ def looped(
     warps = num_warps * 32 // architecture.lanes
     resident = count_resident(warps, architecture)
     stages = count_stages(turn_bytes, resident, architecture)
+    if architecture.lanes == 32:
+        buffers = (stages - 1) * turn_bytes + _RESERVED
+        resident = max(1, min(resident, architecture.shared_in_all // buffers))
     return Plan(
         kernel,
         constants | {"STAGES": stages},
@@ -173,6 +177,15 @@ def looped(
         resident,
         registers if architecture.lanes == 32 else None,
     )
+
+
+def spread(plan: Plan, itemsize: int, architecture: Architecture) -> Iterator[Plan]:
+    """The plan with twice the warps, where that leaves a thread 16 bytes of each tensor."""
+    threads = 2 * plan.num_warps * architecture.lanes
+    held = plan.constants["ROWS"] * plan.constants["BLOCK"] // threads * itemsize
+    if threads <= 1024 and held >= 16:
+        resident = max(1, plan.resident // 2)
+        yield replace(plan, num_warps=2 * plan.num_warps, resident=resident)
 
 
 def ladder(plans: Sequence[Plan]) -> Plan:

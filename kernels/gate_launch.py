@@ -6,14 +6,14 @@ dtype of y. Results are contiguous and new.
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 from torch import Tensor
 
 from fxfuse.kernels import choice, gate_device, rows
-from fxfuse.kernels.choice import DEFAULT, Architecture, Plan, device_of
+from fxfuse.kernels.choice import DEFAULT, Architecture, Plan, device_of, ladder
 from fxfuse.kernels.rms_norm_launch import finalize
 from fxfuse.kernels.rows import (
     DTYPES,
@@ -87,20 +87,38 @@ def plan(
     """
     if kernel not in _CUTS:
         return _plan_elementwise(kernel, N, dtype, architecture)
-    cut, group = _CUTS[kernel], group or N
+    cut = _CUTS[kernel]
+    first = _plan_norm(cut, N, group or N, dtype, row_tensors, architecture)
+    if first.constants.get("STAGES") == 1 and first.constants["BLOCK"] > cut.chunk:
+        # a tile this wide leaves no room to load ahead
+        chunked = replace(cut, widest=dict.fromkeys(cut.widest, cut.chunk))
+        first = _plan_norm(chunked, N, group or N, dtype, row_tensors, architecture)
+    if cut.kernel == "forward":
+        return first
+    return ladder([first, *choice.spread(first, dtype.itemsize, architecture)])
+
+
+def _plan_norm(
+    cut: _Cut,
+    N: int,
+    group: int,
+    dtype: torch.dtype,
+    row_tensors: int,
+    architecture: Architecture,
+) -> Plan:
     limit = cut.widest[dtype.itemsize]
     block, tile_rows = choice.tile_of(group, dtype.itemsize, limit, cut.chunk)
     wide = block < group
-    device_kernel = getattr(gate_device, f"{cut.kernel}_wide" if wide else cut.kernel)
+    kernel = getattr(gate_device, f"{cut.kernel}_wide" if wide else cut.kernel)
     constants = {"N": N, "GROUP": group, "BLOCK": block, "ROWS": tile_rows}
     constants["GATE_FIRST"] = cut.gate_first
-    constants["FAST"] = _fast(device_kernel, dtype, architecture)
+    constants["FAST"] = _fast(kernel, dtype, architecture)
     warps = choice.count_warps(tile_rows * block)
     if cut.kernel == "forward":
-        return Plan(device_kernel, constants, warps * 32 // architecture.lanes)
+        return Plan(kernel, constants, warps * 32 // architecture.lanes)
     # the chunked kernel loads the weight too
     turn_bytes = (row_tensors + wide) * tile_rows * block * dtype.itemsize
-    return choice.looped(device_kernel, constants, warps, turn_bytes, architecture)
+    return choice.looped(kernel, constants, warps, turn_bytes, architecture)
 
 
 def _plan_elementwise(kernel: str, N: int, dtype: torch.dtype, architecture: Architecture) -> Plan:

@@ -91,6 +91,8 @@ def _backward(
     chunked = list(_chunked(N, dtype, row_tensors, architecture))
     if block >= N and (whole.constants["STAGES"] > 1 or not chunked):
         yield whole
+        if tile_rows > 1:
+            yield from choice.spread(whole, dtype.itemsize, architecture)
     yield from chunked
     if block < N:
         wide = choice.looped(

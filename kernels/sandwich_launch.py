@@ -12,7 +12,7 @@ import triton
 from torch import Tensor
 
 from fxfuse.kernels import choice, rms_norm_launch, rows, sandwich_device
-from fxfuse.kernels.choice import DEFAULT, Architecture, Plan, device_of
+from fxfuse.kernels.choice import DEFAULT, Architecture, Plan, device_of, ladder
 from fxfuse.kernels.rows import (
     DTYPES,
     MAX_GRADIENTS,
@@ -72,7 +72,8 @@ def plan(
     if kernel == "forward":
         return Plan(device_kernel, constants, warps * 32 // architecture.lanes)
     turn_bytes = row_tensors * tile_rows * block * dtype.itemsize
-    return choice.looped(device_kernel, constants, warps, turn_bytes, architecture)
+    first = choice.looped(device_kernel, constants, warps, turn_bytes, architecture)
+    return ladder([first, *choice.spread(first, dtype.itemsize, architecture)])
 
 
 def fits_one_kernel(N: int, dtype: torch.dtype) -> bool:

@@ -76,7 +76,7 @@ def forced(
     num_warps: int | None = None,
     stages: int | None = None,
     resident: int | None = None,
-    rung: int = 0,
+    rung: int | None = None,
 ) -> Iterator[None]:
     """In this context every launch takes these, for measurements: warps, stages of a loop,
     programs of a multiprocessor, and which of the fallbacks (0: the plan itself)."""
@@ -99,7 +99,7 @@ def rungs(plan: Plan) -> list[Plan]:
 
 
 def _with_forced(plan: Plan) -> Plan:
-    plan = rungs(plan)[: _forced["rung"] + 1][-1]
+    plan = rungs(plan)[: _forced.get("rung", 0) + 1][-1]
     constants = dict(plan.constants)
     if "STAGES" in constants and "stages" in _forced:
         constants["STAGES"] = _forced["stages"]
