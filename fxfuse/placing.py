@@ -10,7 +10,6 @@ from fxfuse.neighbours import Neighbours
 from fxfuse.policy import Place
 from fxfuse.site import Site
 
-_HALVES = (torch.float16, torch.bfloat16)
 DEFAULT = "sm_90"
 
 
@@ -40,7 +39,7 @@ def place(
         compiled=compiled,
         rows=rows,
         columns=columns,
-        half=any(value.dtype in _HALVES for value in known),
+        fp16=any(value.dtype == torch.float16 for value in known),
         trains=trains,
         flow=flow,
         added_apart=neighbours.added_apart(call) if joins else None,

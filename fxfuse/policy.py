@@ -23,8 +23,8 @@ TIE = 0.1
 class Place:
     """Where a site of a pattern will run.
 
-    target: one of `TARGETS`. rows, columns, flow: None where they are not known. half: whether an
-    operand or result is fp16 or bf16. trains: whether gradients are asked for. added_apart: of a
+    target: one of `TARGETS`. rows, columns, flow: None where they are not known. fp16: whether an
+    operand or result is. trains: whether gradients are asked for. added_apart: of a
     backward op that is there and is to take more gradients, how many of these Inductor would add up
     in one kernel; None for all else.
     """
@@ -34,7 +34,7 @@ class Place:
     compiled: bool
     rows: int | None = None
     columns: int | None = None
-    half: bool = False
+    fp16: bool = False
     trains: bool = True
     flow: Flow | None = None
     added_apart: int | None = None
@@ -64,8 +64,8 @@ UNKNOWN = Choice("inline", "inline", "its shapes are not known, so nothing is pu
 
 CPU_RULES = (
     Rule(
-        lambda p: p.half,
-        Choice("kernel", "inline", "on a CPU Inductor would drop the roundings of the forward"),
+        lambda p: p.fp16,
+        Choice("kernel", "inline", "on a CPU Inductor would drop the forward's roundings to fp16"),
     ),
     Rule(
         lambda p: True,

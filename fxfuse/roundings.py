@@ -1,6 +1,7 @@
 """Keeps the roundings of our inline code under Inductor. Private PyTorch interfaces live here.
 
-Inductor computes fused half-precision steps in fp32 and drops the roundings between them. A node
+Inductor computes fused half-precision steps in fp32 and drops the roundings between them. On a CPU
+our bf16 formulas round by arithmetic that it cannot drop (`kernels/rounding.py`). Elsewhere a node
 whose metadata says `low_precision_pointwise_barrier` keeps its own; Inductor sets that for all
 nodes under `emulate_precision_casts`, and we set it for ours alone, so the rest of the user's
 model keeps its speed.
@@ -19,6 +20,7 @@ from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 _HALVES = (torch.float16, torch.bfloat16)
+_BY_ARITHMETIC = (torch.bfloat16, "cpu")
 _BARRIER = "low_precision_pointwise_barrier"
 _TAG = "partitioner_tag"
 
@@ -59,5 +61,5 @@ def _is_ours(node: fx.Node) -> bool:
 
 
 def _is_half(*nodes: fx.Node) -> bool:
-    values = (n.meta.get("val") for n in nodes)
-    return any(isinstance(v, torch.Tensor) and v.dtype in _HALVES for v in values)
+    values = [v for n in nodes if isinstance(v := n.meta.get("val"), torch.Tensor)]
+    return any(v.dtype in _HALVES and (v.dtype, v.device.type) != _BY_ARITHMETIC for v in values)

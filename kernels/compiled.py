@@ -21,8 +21,9 @@ from fxfuse.kernels import gate_reference, reference, sandwich_reference
 # Below this many elements the reference is done before a compiled function has checked its guards.
 SMALLEST = 1 << 16
 
-# Without it Inductor keeps a half in fp32 from one step to the next and drops its roundings.
-_OPTIONS = {"emulate_precision_casts": True}
+# Without it Inductor keeps an fp16 value in fp32 from one step to the next and drops its roundings;
+# those to bf16 are arithmetic in what it sees (see `rounding`).
+_KEEP_CASTS = {"emulate_precision_casts": True}
 
 # The order of a sum decides the last bit of few elements; a rounding that is dropped, of many.
 _EQUAL = 0.98
@@ -113,7 +114,7 @@ def _run_first(key: tuple, function: Callable, operands: tuple, attributes: dict
     """Compile a function and run it; forget it if it fails or computes something else."""
     with torch.no_grad():
         expected = function(*operands, **attributes)
-        _functions[key] = compiled = _compile(function, len(_functions))
+        _functions[key] = compiled = _compile(function, len(_functions), _options(operands))
         try:
             found = compiled(*operands, **attributes)
         except Exception as error:
@@ -158,12 +159,17 @@ def _frozen(attributes: dict) -> tuple:
     return tuple((k, _frozen(v) if isinstance(v, dict) else v) for k, v in attributes.items())
 
 
-def _compile(function: Callable, number: int) -> Callable:
+def _options(operands: tuple) -> dict:
+    tensors = [t for o in operands for t in (o if isinstance(o, list) else [o])]
+    return _KEEP_CASTS if any(t is not None and t.dtype == torch.float16 for t in tensors) else {}
+
+
+def _compile(function: Callable, number: int, options: dict) -> Callable:
     # Dynamo counts recompilations by code object: a copy for each key has a count of its own.
     code = function.__code__.replace(co_name=f"{function.__name__}_{number}")
     copy = FunctionType(code, function.__globals__, code.co_name, function.__defaults__)
     copy.__kwdefaults__ = function.__kwdefaults__
-    return torch.compile(copy, fullgraph=True, options=_OPTIONS)
+    return torch.compile(copy, fullgraph=True, options=options)
 
 
 def _warn_once(error: Exception) -> None:

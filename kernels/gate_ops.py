@@ -39,8 +39,7 @@ class _Op:
     """One gated op.
 
     attributes: its part of the schema. normed: whether it has a norm, and so weight and rstd;
-    gate_first: whether the norm comes after the gate. Where it does not, and both sides are inline,
-    a compiler's own derivative of the formula is at least as fast as ours.
+    gate_first: whether the norm comes after the gate.
     """
 
     name: str
@@ -77,6 +76,14 @@ class _Op:
             normed = torch.promote_types(x_dtype, gate_dtype) if self.gate_first else x_dtype
             found["compute_dtype"] = torch.promote_types(normed, torch.float32)
         return found
+
+    def may_be_derived(self, x: Tensor, gate: Tensor) -> bool:
+        """Whether a compiler's own derivative of the formula is at least as fast as ours.
+
+        On a CPU roundings to a half are arithmetic, which autograd should not see.
+        """
+        half = x.dtype in reference.HALVES or gate.dtype in reference.HALVES
+        return not (self.gate_first or (half and x.device.type == "cpu"))
 
     # ---- inner ops ----
 
@@ -187,7 +194,7 @@ def silu_gate_rms_norm(
 def _outer(op: _Op, x, gate, weights, attributes, forward, backward) -> Tensor:
     check_sides(op.name, forward, backward)
     fits = x.shape == gate.shape and all(one_value_per_column(w, x.shape) for w in weights)
-    derived = forward == backward == "inline" and not op.gate_first
+    derived = forward == backward == "inline" and op.may_be_derived(x, gate)
     if derived or not fits or must_be_plain(x, gate, *weights):
         return op.formula(x, gate, weights, attributes)[0]
     if needs_grad(x, gate, *weights):

@@ -22,6 +22,7 @@ from fxfuse.kernels.registration import (
     one_value_per_column,
     or_empty,
 )
+from fxfuse.kernels.rounding import total
 
 _ROUNDING = (
     "float? eps, float weight_offset=0.0, "
@@ -223,7 +224,7 @@ def _forward(
     keepdim: of rstd, where it comes from the formula and only a formula reads it.
     """
     if side == "inline":
-        h = x if residual is None else x + residual
+        h = x if residual is None else total(x, residual)
         y, rstd = _plain_norm(h, weight, attributes, keepdim)
         return y, h, rstd
     if residual is None:

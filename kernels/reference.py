@@ -13,6 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fxfuse.kernels.rounding import product, rounded, total
+
 HALVES = (torch.float16, torch.bfloat16)
 # Rows that are added up in the compute dtype before their sums are added in fp64.
 RUN = 32
@@ -53,23 +55,27 @@ def rms_norm(
     unit_dtype: torch.dtype | None = None,
     out_dtype: torch.dtype | None = None,
     keepdim: bool = False,
+    inner: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """RMSNorm of the last dim of `h` [..., N].
 
     `compute_dtype` is the dtype of the statistics, `unit_dtype` the dtype that the normalised value
     is rounded to before the weight, `out_dtype` that of y; None leaves what promotion gives.
+    inner: whether the caller computes on with y, so that its own rounding must be kept as well.
     Returns y [..., N] and rstd [...], with `keepdim` [..., 1], in `compute_dtype`: a compiler then
     sees that `norm_gradient` begins with a product that is there already, and what to save for it.
     Source: https://arxiv.org/abs/1910.07467
     """
     s = h.to(compute_dtype)
     rstd = inverse_rms(s, eps)
-    y = s * rstd
-    if unit_dtype is not None:
-        y = y.to(unit_dtype)
+    y = rounded(s * rstd, unit_dtype, bounded=True)
     if weight is not None:
-        y = y * (weight if weight_offset == 0 else weight_offset + weight.to(compute_dtype))
-    if out_dtype is not None:
+        factor = weight if weight_offset == 0 else weight_offset + weight.to(compute_dtype)
+        read_on = inner or out_dtype is not None
+        y = product(y, factor, bounded=True) if read_on else y * factor
+    if inner:
+        y = rounded(y, out_dtype, bounded=True)
+    elif out_dtype is not None:
         y = y.to(out_dtype)
     return y, rstd if keepdim else rstd.squeeze(-1)
 
@@ -86,7 +92,7 @@ def add_rms_norm(
 
     Takes the keyword arguments of `rms_norm`. Returns y [..., N], h [..., N], rstd [...].
     """
-    h = x + residual
+    h = total(x, residual)
     y, rstd = rms_norm(h, weight, **attributes)
     return y, h, rstd
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fxfuse.kernels import reference
+from fxfuse.kernels.rounding import total
 
 
 def rms_norm_add_rms_norm(
@@ -43,9 +44,10 @@ def rms_norm_add_rms_norm(
         compute_dtype=compute_dtype1,
         unit_dtype=unit_dtype1,
         out_dtype=norm_dtype1,
+        inner=True,
         keepdim=keepdim,
     )
-    h = normed + residual if swapped else residual + normed
+    h = total(normed, residual) if swapped else total(residual, normed)
     y, rstd2 = reference.rms_norm(
         h,
         weight2,

@@ -21,9 +21,11 @@ def graph() -> tuple[fx.Graph, dict[str, fx.Node]]:
         ("theirs", torch.bfloat16, {}),
         ("backward", torch.bfloat16,
          {"custom": {"fxfuse": "fxfuse::rms_norm"}, "partitioner_tag": "is_backward"}),
+        ("by_arithmetic", torch.bfloat16, {"custom": {"fxfuse": "fxfuse::rms_norm"}}),
     ):  # fmt: skip
         node = made.call_function(torch.ops.aten.neg.default, (x,), name=name)
-        node.meta.update(meta, val=torch.empty(2, dtype=dtype, device="meta"))
+        device = "cpu" if name == "by_arithmetic" else "meta"
+        node.meta.update(meta, val=torch.empty(2, dtype=dtype, device=device))
         nodes[name] = node
     x.meta["val"] = torch.empty(2, device="meta")
     made.output(tuple(nodes.values()))

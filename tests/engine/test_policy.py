@@ -103,7 +103,7 @@ def test_on_a_gpu(where, forward, backward, words):
     ("where", "forward", "backward", "words"),
     [
         (place(None, 4096, 4096, "cpu"), "inline", "inline", "vectorises both sides"),
-        (place(None, 4096, 4096, "cpu", half=True), "kernel", "inline", "drop the roundings"),
+        (place(None, 4096, 4096, "cpu", fp16=True), "kernel", "inline", "roundings to fp16"),
     ],
 )
 def test_on_a_cpu(where, forward, backward, words):

@@ -279,8 +279,8 @@ def test_where_the_formula_is_compiled(chain, op):
 
 def test_a_compiled_formula_that_rounds_otherwise_is_not_used(monkeypatch):
     monkeypatch.setattr(compiled, "_functions", {})
-    monkeypatch.setattr(compiled, "_OPTIONS", {"emulate_precision_casts": False})
-    x, gate = (torch.randn(64, 2048).to(BF16) for _ in range(2))
+    monkeypatch.setattr(compiled, "_KEEP_CASTS", {"emulate_precision_casts": False})
+    x, gate = (torch.randn(64, 2048).to(torch.float16) for _ in range(2))
     for _ in range(2):
         y = swiglu_op(x, gate, None, None)
         assert (steps_apart(y, swiglu(x, gate, None, None)) == 0).all()

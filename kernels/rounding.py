@@ -1,0 +1,63 @@
+"""Half-precision steps whose roundings a compiler keeps.
+
+Inductor's CPU code computes bf16 steps in fp32 and drops the casts between them. So in formulas
+that it is to see a value is rounded to bf16 by fp32 arithmetic, which nothing drops, and which
+takes a vector unit a third of what a cast to bf16 and back does. Everywhere else it is cast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+# fp32 has 24 bits of significand, bf16 has 8.
+_SHIFT = float(1 << 16)
+
+
+def rounded(t: Tensor, dtype: torch.dtype | None, *, bounded: bool = False) -> Tensor:
+    """`t.to(dtype)`, or t where dtype is None.
+
+    bounded: whether finite values of t stay below 2 ** 112, and infinite ones need not be told from
+    NaN. One value in 60,000, just below a power of two, may come out one bf16 step lower.
+    """
+    if dtype is None:
+        return t
+    if dtype is torch.bfloat16 and t.dtype is torch.float32 and is_traced(t):
+        t = _nearest_bf16(t, bounded)
+    return t.to(dtype)
+
+
+def product(a: Tensor, b: Tensor, *, bounded: bool = False) -> Tensor:
+    """a * b, `rounded` to what they promote to."""
+    return _step(torch.mul, a, b, bounded)
+
+
+def total(a: Tensor, b: Tensor) -> Tensor:
+    """a + b, `rounded` to what they promote to."""
+    return _step(torch.add, a, b, False)
+
+
+def _step(op: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor, bounded: bool) -> Tensor:
+    if not (a.dtype == b.dtype == torch.bfloat16 and is_traced(a) and is_traced(b)):
+        return op(a, b)
+    return rounded(op(a.to(torch.float32), b.to(torch.float32)), torch.bfloat16, bounded=bounded)
+
+
+def is_traced(t: Tensor) -> bool:
+    """Whether a compiler for CPUs is to see what is done with t, and autograd is not."""
+    if t.device.type != "cpu" or (torch.is_grad_enabled() and t.requires_grad):
+        return False
+    return torch.compiler.is_compiling() or torch._guards.TracingContext.try_get() is not None
+
+
+def _nearest_bf16(t: Tensor, bounded: bool) -> Tensor:
+    """The bf16 value that is nearest to t, ties to even, in fp32.
+
+    t plus 65536 t ends at the bit where bf16 ends. It overflows above 2 ** 112: unless bounded,
+    what is as large (infinities too) stays as it is.
+    """
+    far = t * _SHIFT
+    near = (t + far) - far
+    return near if bounded else torch.where(near == near, near, t)
