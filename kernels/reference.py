@@ -136,14 +136,15 @@ def norm_gradient(
     rstd = per_row(rstd, h).to(wide)
     h = h.to(wide)
     x_hat = h * rstd
+    # First, so that a compiler need not keep dy beyond dh, which may take its memory.
+    dweight = None
+    if need_dweight and weight is not None:
+        dweight = sum_rows(dy * x_hat).to(weight.dtype)
     g = dy if weight is None else dy * scale(weight, weight_offset, wide)
     # h and not x_hat once more: then h is what a compiler saves, and all its readers read that.
     dh = (g - h * (rstd * (x_hat * g).mean(-1, keepdim=True))) * rstd
     if dres is not None:
         dh = dh + dres.to(wide)
-    dweight = None
-    if need_dweight and weight is not None:
-        dweight = sum_rows(dy * x_hat).to(weight.dtype)
     return dh, dweight
 
 
