@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 import triton
+from triton.runtime.errors import OutOfResources, PTXASError
 
 from fxfuse.kernels.choice import Architecture, Device, Plan, occupancy
 
@@ -27,6 +28,8 @@ class Resources:
 
 # Bytes of spilled registers that are few.
 _FEW = 64
+# Worse than any that spills; launched only where nothing else is left, and then it says why.
+_DOES_NOT_FIT = Resources(registers=255, spills=1 << 30, shared=0)
 
 _settled: dict[tuple, Plan] = {}
 _forced: dict[str, int] = {}
@@ -122,8 +125,11 @@ def _resources(
     plan: Plan, arguments: Sequence[object], constants: Mapping[str, object]
 ) -> Resources:
     """Compile a plan's kernel for the current device, and look."""
-    compiled = plan.kernel.warmup(
-        *arguments, grid=(1,), **plan.constants, **constants, **plan.options
-    )
-    compiled._init_handles()
+    try:
+        compiled = plan.kernel.warmup(
+            *arguments, grid=(1,), **plan.constants, **constants, **plan.options
+        )
+        compiled._init_handles()
+    except (OutOfResources, PTXASError):
+        return _DOES_NOT_FIT
     return Resources(compiled.n_regs, 4 * compiled.n_spills, compiled.metadata.shared)

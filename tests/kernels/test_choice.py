@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -164,6 +165,28 @@ def test_one_look_at_the_compiler_serves_all_numbers_of_rows(monkeypatch):
     settle(plan, (x, x, FP32, 5, 4096), {"UNIT": 8}, device)
     settle(plan, (x, None, FP32, 5, 4096), {"UNIT": 4}, device)
     assert len(looked) == 4
+
+
+def test_a_plan_that_does_not_fit_gives_way(monkeypatch):
+    from triton.runtime.errors import OutOfResources
+
+    class Kernel:
+        def __init__(self, fits: bool) -> None:
+            self.fits = fits
+            self.n_regs, self.n_spills, self.metadata = 64, 0, SimpleNamespace(shared=0)
+
+        def warmup(self, *arguments, **constants):
+            return self
+
+        def _init_handles(self):
+            if not self.fits:
+                raise OutOfResources(300_000, 232_448, "shared memory")
+
+    monkeypatch.setattr("triton.JITFunction", Kernel)
+    tight, small = replace(FIRST, kernel=Kernel(False)), replace(SECOND, kernel=Kernel(True))
+    device, x = choice.Device(SM_90, 132), torch.ones(1)
+    assert settle(ladder([tight, small]), (x,), {}, device).kernel is small.kernel
+    assert settle(ladder([tight]), (x,), {}, device).kernel is tight.kernel
 
 
 def test_forced_for_measurements():
