@@ -1,163 +1,147 @@
-"""The machine code of the kernels for three generations of GPUs, none of which is needed."""
+"""The machine code of the kernels for GPUs, none of which is needed.
 
+What every kernel compiles to is kept in a table for each version of Triton, which
+scripts/machine_code.py writes; here the tables are judged, and a sample is compiled anew.
+"""
+
+import re
 import shutil
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 triton = pytest.importorskip("triton")
 
-from fxfuse.kernels import gate_launch, sandwich_launch  # noqa: E402
-from fxfuse.kernels.machine_code import MachineCode, compile_kernel  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
 
-CAPABILITIES = (80, 90, 100)
+from fxfuse.kernels import choice, gate_launch, rms_norm_launch, sandwich_launch  # noqa: E402
+from fxfuse.kernels.machine_code import MachineCode, compile_kernel, source_of  # noqa: E402
+from fxfuse.kernels.settle import rungs  # noqa: E402
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+import machine_code  # noqa: E402
+
 ONE_GRADIENT = frozenset({"dy2", "dy3"})
-BF16 = torch.bfloat16
+BF16, FP32 = torch.bfloat16, torch.float32
+TABLES = sorted(machine_code.FOLDER.glob("triton-*.tsv"))
 
-# (kernel, N): most registers a thread may use, and bytes of shared memory. Half of the registers
-# of a multiprocessor are 128 for 256 threads and 64 for 512.
-FORWARD = {128: (48, 64), 1024: (32, 16), 4096: (48, 32), 8192: (40, 64)}
-BACKWARD = {128: (126, 24704), 1024: (64, 12312), 4096: (128, 49192), 8192: (128, 98376)}
+# ------------------------------------------------------------ the tables
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize("N", FORWARD)
-def test_forward(N, capability):
-    code = compile_kernel("forward", N, BF16, capability)
-    check(code, *FORWARD[N])
-    assert set(code.widths("load")) == {16}
-    stores = code.widths("store")
-    assert sorted(set(stores)) == [4, 16] and stores.count(4) == 1  # the 4 bytes are rstd
+def test_there_are_tables():
+    assert {path.stem for path in TABLES} >= {"triton-3.6.0", "triton-3.8.0", "triton-3.9.0"}
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize("N", BACKWARD)
-def test_backward(N, capability):
-    code = compile_kernel("backward", N, BF16, capability, absent=ONE_GRADIENT)
-    check(code, *BACKWARD[N])
-    assert set(code.widths("load")) == {16}  # the weight, once
-    check_prefetch(code)
-    # narrow tiles end with one partial sum a thread
-    assert set(code.widths("store")) == ({4, 16} if N == 128 else {16})
+@pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
+def test_a_table_has_every_kernel_width_and_gpu(path):
+    assert list(machine_code.read(path)) == list(machine_code.places())
 
 
-def test_three_gradients_and_a_residual_gradient():
-    one = compile_kernel("backward", 4096, BF16, 90, absent=ONE_GRADIENT)
-    three = compile_kernel("backward", 4096, BF16, 90)
-    check(three, 128, 81960)
-    check_prefetch(three)
-    copied = {code: code.widths("copy").count(16) for code in (one, three)}
-    assert copied[three] * 3 == copied[one] * 5
+@pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
+def test_nothing_is_spilled_without_a_reason(path):
+    wrong = {
+        place: entry.spilled
+        for place, entry in machine_code.read(path).items()
+        if entry.spilled and not explained(entry)
+    }
+    assert not wrong
 
 
-@pytest.mark.parametrize("N", (2880, 5120))
-def test_widths_that_are_no_power_of_two(N):
-    check(compile_kernel("forward", N, BF16, 90), 48, None)
-    code = compile_kernel("backward", N, BF16, 90, absent=ONE_GRADIENT)
-    check(code, 128, None)
-    assert set(code.widths("load")) == {16} and set(code.widths("store")) == {16}
-    check_prefetch(code)
+def explained(entry: machine_code.Entry) -> bool:
+    """Rows of more than 8192 columns with their share of dweight in registers: a few that are
+    spilled cost less than to add it up in memory, which is what the next kernel would do."""
+    return entry.program == "backward_chunks" and entry.warps == 16 and entry.spilled <= 64
 
 
-@pytest.mark.parametrize("N", (16384, 65536))
-def test_wide_rows(N):
-    forward = compile_kernel("forward", N, BF16, 90)
-    check(forward, 80, None)
-    assert set(forward.widths("load")) == {16}
-    backward = compile_kernel("backward", N, BF16, 90, absent=ONE_GRADIENT)
-    check(backward, 128, 73728)
-    assert set(backward.widths("store")) == {16}
-    assert set(backward.widths("copy")) == {16}
+@pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
+def test_rows_are_read_and_written_by_16_bytes(path):
+    """Narrower are the rstd of a row, and once for a program the ends of its sums."""
+    for place, entry in machine_code.read(path).items():
+        sizes = set(re.findall(r"(\d+)x", entry.narrower))
+        if place.variant == "finalize":
+            assert sizes <= {"2", "4"} and entry.wide >= 95, place
+        elif entry.stages and entry.rows > 1:
+            assert sizes <= {"4", "8"} and entry.wide >= 85, place
+        else:
+            assert sizes <= {"4"} and entry.wide >= 90, place
 
 
-def test_fp32():
-    check(compile_kernel("forward", 4096, torch.float32, 90), 48, 32)
-    code = compile_kernel("backward", 4096, torch.float32, 90, absent=ONE_GRADIENT)
-    check(code, 128, 98344)
-    check_prefetch(code)
+@pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
+def test_backwards_load_ahead(path):
+    """Three stages or more, or else a warp has others beside it to wait with."""
+    for place, entry in machine_code.read(path).items():
+        if entry.stages:
+            assert entry.stages >= 3, place
+            assert entry.resident * entry.warps >= 8, place
 
 
-def test_finalize():
-    code = compile_kernel("finalize", 4096, BF16, 90)
-    check(code, 48, 2048)
-    assert set(code.widths("load")) == {16}
+@pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
+def test_instructions(path):
+    """At the full bandwidth of an H200 (4.8 TB/s, 132 multiprocessors, 1.7 GHz or more), issue
+    slots for 128 instructions a clock are left over."""
+    for place, entry in machine_code.read(path).items():
+        if place.variant == "finalize" or entry.program.endswith("_wide"):
+            continue  # small, or no model is as wide: those compute each row twice
+        bytes_of_element = BYTES[place.variant] * (2 if place.dtype == "fp32" else 1)
+        elements_of_clock = 4.8e12 / 132 / 1.7e9 / bytes_of_element
+        assert entry.instructions * elements_of_clock < 128, place
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize("N", (96, 11008))
-def test_silu_gate(N, capability):
-    forward = compile_kernel("silu_gate", N, BF16, capability, launches=gate_launch)
-    backward = compile_kernel("silu_gate_backward", N, BF16, capability, launches=gate_launch)
-    for code in (forward, backward):
-        check(code, 64, 0)
-        assert set(code.widths("load")) == {16} and set(code.widths("store")) == {16}
-
-
-# (op, N, columns of a group): most registers of a thread in the forward and in the backward.
-GATES = {
-    ("rms_norm_silu_gate", 128, 0): (48, 128),
-    ("rms_norm_silu_gate", 4096, 0): (56, 128),
-    ("rms_norm_silu_gate", 8192, 0): (64, 128),
-    ("silu_gate_rms_norm", 128, 0): (48, 128),
-    ("silu_gate_rms_norm", 4096, 0): (48, 128),
-    ("silu_gate_rms_norm", 8192, 0): (48, 128),
-    ("silu_gate_rms_norm", 8192, 1024): (48, 128),
+# Of an element in bf16: the tensors that are read and written.
+BYTES = {
+    "rms_norm": 4,
+    "add_rms_norm": 8,
+    "rms_norm_bwd": 6,
+    "add_rms_norm_bwd": 8,
+    "add_rms_norm_bwd, 3 dy": 12,
+    "silu_gate": 6,
+    "silu_gate_bwd": 10,
+    "rms_norm_silu_gate": 6,
+    "rms_norm_silu_gate_bwd": 10,
+    "silu_gate_rms_norm": 6,
+    "silu_gate_rms_norm_bwd": 10,
+    "rms_norm_add_rms_norm": 8,
+    "rms_norm_add_rms_norm_bwd": 12,
 }
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize("op, N, group", GATES)
-def test_gates_beside_a_norm(op, N, group, capability):
-    given = {"launches": gate_launch, "cut": {"group": group}}
-    forward = compile_kernel(op, N, BF16, capability, **given)
-    check(forward, GATES[op, N, group][0], None)
-    assert set(forward.widths("load")) == {16}
-    assert set(forward.widths("store")) == {4, 16}  # the 4 bytes are rstd
-    backward = compile_kernel(
-        f"{op}_backward", N, BF16, capability, absent=ONE_GRADIENT | {"dres"}, **given
-    )
-    check(backward, GATES[op, N, group][1], None)
-    assert set(backward.widths("load")) == {16}  # the weight, once
-    check_prefetch(backward)
+@pytest.mark.skipif(
+    not machine_code.table_path().exists(),
+    reason=f"no table of machine code for Triton {triton.__version__}",
+)
+def test_a_sample_compiles_to_what_the_table_says():
+    expected = machine_code.read(machine_code.table_path())
+    for place in machine_code.sample():
+        assert machine_code.compile_place(place) == expected[place], place
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize("op", ("rms_norm_silu_gate", "silu_gate_rms_norm"))
-@pytest.mark.parametrize("dtype", (BF16, torch.float32), ids=str)
-def test_gates_beside_the_norm_of_a_wide_row(op, dtype, capability):
-    for kernel, absent in ((op, frozenset()), (f"{op}_backward", ONE_GRADIENT | {"dres"})):
-        code = compile_kernel(kernel, 65536, dtype, capability, launches=gate_launch, absent=absent)
-        check(code, 128, None)
-        assert set(code.widths("load")) <= {4, 16}
+# ------------------------------------------------------------ what the tables do not show
 
 
-# N: most registers of a thread in the forward and in the backward.
-SANDWICH = {128: (56, 128), 2048: (64, 128), 4096: (80, 128)}
+@pytest.mark.parametrize("capability", (80, 90, 100, 120))
+def test_a_row_is_on_its_way_while_the_one_before_it_is_computed(capability):
+    code = compile_kernel("backward", 4096, BF16, capability, absent=ONE_GRADIENT)
+    assert code.stack == 0
+    assert set(code.widths("copy")) == {4, 16}  # 4: rstd
+    assert code.widths("copy").count(4) <= code.widths("copy").count(16) / 2
+    assert [n for n in code.waits() if n > 0]
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize("N", SANDWICH)
-def test_norm_add_norm(N, capability):
-    forward = compile_kernel("forward", N, BF16, capability, launches=sandwich_launch)
-    check(forward, SANDWICH[N][0], None)
-    assert set(forward.widths("load")) == {16}
-    assert forward.widths("store").count(4) == 2  # two times rstd
-    for absent in (ONE_GRADIENT, frozenset()):
-        backward = compile_kernel(
-            "backward", N, BF16, capability, launches=sandwich_launch, absent=absent
-        )
-        check(backward, SANDWICH[N][1], None)
-        assert set(backward.widths("load")) == {16}  # the weights, once
-        check_prefetch(backward, statistics=2)
+def test_three_gradients_and_a_residual_gradient_are_all_loaded_ahead():
+    one = compile_kernel("backward", 4096, BF16, 90, absent=ONE_GRADIENT)
+    three = compile_kernel("backward", 4096, BF16, 90)
+    copied = [code.widths("copy").count(16) for code in (one, three)]
+    assert copied[1] * 3 == copied[0] * 5
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize("dtype", (BF16, torch.float32), ids=str)
-def test_norm_add_norm_of_a_wide_row(dtype, capability):
-    for N in (8192, 16384, 65536):
-        code = compile_kernel("forward", N, dtype, capability, launches=sandwich_launch)
-        check(code, 128, None)
-        assert set(code.widths("load")) == {16}
+def test_reductions_of_narrow_rows_stay_in_a_warp():
+    code = compile_kernel("backward", 128, BF16, 90, absent=ONE_GRADIENT)
+    loop = code.ptx[code.ptx.index("cp.async.wait_group") : code.ptx.rindex("cp.async.wait_group")]
+    assert loop.count("shfl.sync") >= 4
+    assert loop.count("bar.sync") <= 2  # those of the copies
+    assert "st.shared" not in loop
 
 
 def test_an_unknown_stride_costs_the_wide_loads():
@@ -166,19 +150,83 @@ def test_an_unknown_stride_costs_the_wide_loads():
     assert min(code.widths("load")) == 2
 
 
-def check(code: MachineCode, registers: int, shared: int | None) -> None:
-    assert code.stack == 0, f"{code.stack} bytes of registers are spilled"
-    assert code.registers <= registers
-    assert shared is None or code.shared == shared
+def test_strides_of_8_times_an_odd_number_keep_them():
+    code = compile_kernel("forward", 4096, BF16, 90, STRIDE_UNIT=8)
+    assert set(code.widths("load")) == {16}
 
 
-def check_prefetch(code: MachineCode, statistics: int = 1) -> None:
-    """All rows come through asynchronous 16-byte copies; only rstd takes 4 bytes."""
-    copies = code.widths("copy")
-    assert set(copies) == {4, 16}
-    assert copies.count(4) <= statistics * copies.count(16) / 2
-    # a copy is still under way while the row before it is computed
-    assert [n for n in code.waits() if n > 0]
+KERNELS = (
+    (rms_norm_launch, "forward", frozenset()),
+    (rms_norm_launch, "backward", ONE_GRADIENT),
+    (gate_launch, "silu_gate", frozenset()),
+    (gate_launch, "rms_norm_silu_gate_backward", ONE_GRADIENT | {"dres"}),
+    (gate_launch, "silu_gate_rms_norm_backward", ONE_GRADIENT | {"dres"}),
+    (sandwich_launch, "backward", ONE_GRADIENT),
+)
+
+
+@pytest.mark.parametrize("launches, kernel, absent", KERNELS)
+def test_sm_120(launches, kernel, absent):
+    """Less shared memory than a data centre's GPU has, and no spilled registers either."""
+    code = compile_kernel(kernel, 4096, BF16, 120, launches=launches, absent=absent)
+    assert code.stack == 0
+    assert code.shared <= choice.NVIDIA[120].shared
+    assert {*code.widths("load"), *code.widths("store")} <= {4, 16}
+
+
+@pytest.mark.parametrize("launches, kernel, absent", KERNELS)
+def test_gfx942(launches, kernel, absent):
+    plan = launches.plan(kernel, 4096, BF16, architecture=choice.GFX942)
+    compiled = triton.compile(
+        source_of(plan, 4096, BF16, absent),
+        target=GPUTarget("hip", "gfx942", 64),
+        options=plan.options,
+    )
+    code = compiled.asm["amdgcn"]
+    assert re.search(r"\.vgpr_spill_count:\s+0\b", code)
+    assert compiled.metadata.shared <= choice.GFX942.shared
+    assert re.search(r"(global|buffer)_load_dwordx4", code)
+    assert re.search(r"(global|buffer)_store_dwordx4", code)
+    assert not re.search(r"(global|buffer)_load_(ushort|short|sbyte|ubyte)", code)
+
+
+def test_groups_of_columns():
+    for kernel, absent in (
+        ("silu_gate_rms_norm", frozenset()),
+        ("silu_gate_rms_norm_backward", ONE_GRADIENT | {"dres"}),
+    ):
+        code = compile_kernel(
+            kernel, 8192, BF16, 90, launches=gate_launch, cut={"group": 1024}, absent=absent
+        )
+        assert code.stack == 0 and {*code.widths("load"), *code.widths("store")} <= {4, 16}
+
+
+@pytest.mark.parametrize("kernel, N", (("forward", 131072), ("backward", 65536)))
+def test_clusters(kernel, N, monkeypatch):
+    """Several programs share a row, and its sum goes through one another's shared memory."""
+    monkeypatch.setenv("FXFUSE_CLUSTERS", "1")
+    if not choice.clusters_work(choice.NVIDIA[90]):
+        pytest.skip(f"Triton {triton.__version__} compiles no reduction over a cluster")
+    code = clustered(kernel, N)
+    assert code.plan.clusters > 1
+    assert code.stack == 0
+    assert "shared::cluster" in code.ptx
+
+
+def clustered(kernel: str, N: int) -> MachineCode:
+    from dataclasses import replace
+
+    architecture = replace(choice.NVIDIA[90], clusters=True)
+    absent = ONE_GRADIENT if kernel == "backward" else ()
+    cut = {"architecture": architecture}
+    return compile_kernel(kernel, N, BF16, 90, cut=cut, absent=absent)
+
+
+def test_without_being_asked_for_there_are_no_clusters():
+    for N in (65536, 131072):
+        for kernel in ("forward", "backward"):
+            plans = rungs(rms_norm_launch.plan(kernel, N, BF16))
+            assert all(plan.clusters == 1 for plan in plans)
 
 
 @pytest.fixture(scope="module", autouse=True)
