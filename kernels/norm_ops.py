@@ -22,7 +22,6 @@ from fxfuse.kernels.registration import (
     one_value_per_column,
     or_empty,
 )
-from fxfuse.kernels.rounding import total
 
 _ROUNDING = (
     "float? eps, float weight_offset=0.0, "
@@ -224,8 +223,9 @@ def _forward(
     keepdim: of rstd, where it comes from the formula and only a formula reads it.
     """
     if side == "inline":
-        h = x if residual is None else total(x, residual)
-        y, rstd = _plain_norm(h, weight, attributes, keepdim)
+        h = x if residual is None else x + residual
+        summed = residual is not None
+        y, rstd = _plain_norm(h, weight, attributes, keepdim=keepdim, summed=summed)
         return y, h, rstd
     if residual is None:
         y, rstd = torch.ops.fxfuse.rms_norm_fwd.default(x, weight, **vars(attributes))
@@ -236,10 +236,10 @@ def _forward(
 
 
 def _plain_norm(
-    h: Tensor, weight: Tensor | None, attributes: Rounding, keepdim: bool = False
+    h: Tensor, weight: Tensor | None, attributes: Rounding, **form: bool
 ) -> tuple[Tensor, Tensor]:
-    """y and rstd by the plain formula."""
-    y, rstd = reference.rms_norm(h, weight, **attributes.resolve(h.dtype), keepdim=keepdim)
+    """y and rstd by the plain formula; form: more keyword arguments of `reference.rms_norm`."""
+    y, rstd = reference.rms_norm(h, weight, **attributes.resolve(h.dtype), **form)
     return (y.contiguous() if attributes.contiguous else y), rstd
 
 

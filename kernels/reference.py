@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fxfuse.kernels.rounding import product, rounded, total
+from fxfuse.kernels.rounding import as_stored, product, rounded
 
 HALVES = (torch.float16, torch.bfloat16)
 # Rows that are added up in the compute dtype before their sums are added in fp64.
@@ -55,24 +55,26 @@ def rms_norm(
     unit_dtype: torch.dtype | None = None,
     out_dtype: torch.dtype | None = None,
     keepdim: bool = False,
+    summed: bool = False,
     inner: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """RMSNorm of the last dim of `h` [..., N].
 
     `compute_dtype` is the dtype of the statistics, `unit_dtype` the dtype that the normalised value
     is rounded to before the weight, `out_dtype` that of y; None leaves what promotion gives.
+    summed: whether h is a sum that was made just before, so that its rounding must be kept.
     inner: whether the caller computes on with y, so that its own rounding must be kept as well.
     Returns y [..., N] and rstd [...], with `keepdim` [..., 1], in `compute_dtype`: a compiler then
     sees that `norm_gradient` begins with a product that is there already, and what to save for it.
     Source: https://arxiv.org/abs/1910.07467
     """
-    s = h.to(compute_dtype)
+    s = (as_stored(h) if summed else h).to(compute_dtype)
     rstd = inverse_rms(s, eps)
     y = rounded(s * rstd, unit_dtype, bounded=True)
     if weight is not None:
         factor = weight if weight_offset == 0 else weight_offset + weight.to(compute_dtype)
-        read_on = inner or out_dtype is not None
-        y = product(y, factor, bounded=True) if read_on else y * factor
+        last = not inner and out_dtype in (None, torch.promote_types(y.dtype, factor.dtype))
+        y = y * factor if last else product(y, factor, bounded=True)
     if inner:
         y = rounded(y, out_dtype, bounded=True)
     elif out_dtype is not None:
@@ -92,8 +94,8 @@ def add_rms_norm(
 
     Takes the keyword arguments of `rms_norm`. Returns y [..., N], h [..., N], rstd [...].
     """
-    h = total(x, residual)
-    y, rstd = rms_norm(h, weight, **attributes)
+    h = x + residual
+    y, rstd = rms_norm(h, weight, summed=True, **attributes)
     return y, h, rstd
 
 

@@ -7,8 +7,6 @@ takes a vector unit a third of what a cast to bf16 and back does. Everywhere els
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -31,18 +29,19 @@ def rounded(t: Tensor, dtype: torch.dtype | None, *, bounded: bool = False) -> T
 
 def product(a: Tensor, b: Tensor, *, bounded: bool = False) -> Tensor:
     """a * b, `rounded` to what they promote to."""
-    return _step(torch.mul, a, b, bounded)
-
-
-def total(a: Tensor, b: Tensor) -> Tensor:
-    """a + b, `rounded` to what they promote to."""
-    return _step(torch.add, a, b, False)
-
-
-def _step(op: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor, bounded: bool) -> Tensor:
     if not (a.dtype == b.dtype == torch.bfloat16 and is_traced(a) and is_traced(b)):
-        return op(a, b)
-    return rounded(op(a.to(torch.float32), b.to(torch.float32)), torch.bfloat16, bounded=bounded)
+        return a * b
+    return rounded(a.to(torch.float32) * b.to(torch.float32), torch.bfloat16, bounded=bounded)
+
+
+def as_stored(t: Tensor) -> Tensor:
+    """t, which was computed just before, with its rounding even where it is read unstored.
+
+    In fp32 if it is bf16; infinite values may become NaN.
+    """
+    if t.dtype is torch.bfloat16 and is_traced(t):
+        return _nearest_bf16(t.to(torch.float32), bounded=True)
+    return t
 
 
 def is_traced(t: Tensor) -> bool:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from fxfuse.kernels import reference
-from fxfuse.kernels.rounding import total
 
 
 def rms_norm_add_rms_norm(
@@ -47,7 +46,7 @@ def rms_norm_add_rms_norm(
         inner=True,
         keepdim=keepdim,
     )
-    h = total(normed, residual) if swapped else total(residual, normed)
+    h = normed + residual if swapped else residual + normed
     y, rstd2 = reference.rms_norm(
         h,
         weight2,
@@ -56,6 +55,7 @@ def rms_norm_add_rms_norm(
         compute_dtype=compute_dtype2,
         unit_dtype=unit_dtype2,
         out_dtype=out_dtype,
+        summed=True,
         keepdim=keepdim,
     )
     return y, h, rstd1, rstd2
