@@ -22,7 +22,7 @@ WIDTHS = (4096, 8192, 2048, 1024, 16384)
 WARPS, STAGES, RESIDENT = (4, 8, 16, 32), (1, 3, 5), (1, 2, 4, 8)
 THREAD_ELEMENTS = (4, 64)  # of a row, for one thread
 # From so many columns on the plan has a fallback that walks chunks of a row; below, only itself.
-TWO_RUNGS = 16384
+TWO_RUNGS = 8192
 MOST_WARPS = 64  # of a multiprocessor
 MEASURED_MS = 20
 # The results of two cuts may be apart by so much, by relative RMS: sums have another order.
