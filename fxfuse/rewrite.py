@@ -312,7 +312,7 @@ def _carry_metadata(node: fx.Node, where: Site, like: fx.Node | None) -> None:
             value = _values(node, where, key)
         if value is not None:
             meta[key] = value
-    meta["custom"] = {**meta.get("custom", {}), "fxfuse": node.target._schema.name}
+    meta["custom"] = {**meta.get("custom", {}), "fxfuse": f"{node.target._schema.name} {node.name}"}
     node.meta = meta
 
 

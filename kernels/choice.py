@@ -111,7 +111,7 @@ def clusters_work(kind: Architecture) -> bool:
 
 def _margin() -> int:
     """Multiprocessors that the backward kernels leave to others, to communication for example."""
-    text = os.environ.get("FXFUSE_SM_MARGIN", "0")
+    text = os.environ.get("FXFUSE_SM_MARGIN", "").strip() or "0"
     if not text.isdecimal():
         raise ValueError(f"FXFUSE_SM_MARGIN is {text!r}: give a number of multiprocessors")
     return int(text)

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 # fp32 has 24 bits of significand, bf16 has 8.
-_SHIFT = float(1 << 16)
+_SPLIT = float((1 << 16) + 1)
 
 
 def rounded(t: Tensor, dtype: torch.dtype | None, *, bounded: bool = False) -> Tensor:
     """`t.to(dtype)`, or t where dtype is None.
 
     bounded: whether finite values of t stay below 2 ** 112, and infinite ones need not be told from
-    NaN. One value in 60,000, just below a power of two, may come out one bf16 step lower.
+    NaN.
     """
     if dtype is None:
         return t
@@ -54,9 +54,9 @@ def is_traced(t: Tensor) -> bool:
 def _nearest_bf16(t: Tensor, bounded: bool) -> Tensor:
     """The bf16 value that is nearest to t, ties to even, in fp32.
 
-    t plus 65536 t ends at the bit where bf16 ends. It overflows above 2 ** 112: unless bounded,
-    what is as large (infinities too) stays as it is.
+    Veltkamp's splitting of a float, https://doi.org/10.1007/BF01397083 (Dekker, 1971). It overflows
+    above 2 ** 112: unless bounded, what is as large (infinities too) stays as it is.
     """
-    far = t * _SHIFT
-    near = (t + far) - far
+    far = t * _SPLIT
+    near = far + (t - far)
     return near if bounded else torch.where(near == near, near, t)

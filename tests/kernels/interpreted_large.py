@@ -103,9 +103,7 @@ def test_add_rms_norm_backward(N):
 @pytest.mark.parametrize("N", (64, 1000, 11008))
 def test_silu_gate(N):
     def forward(x, gate):
-        return [
-            gate_launch.silu_gate(x, gate, sigmoid_dtype=None, silu_dtype=None, out_dtype=FP16)
-        ]
+        return [gate_launch.silu_gate(x, gate, sigmoid_dtype=None, silu_dtype=None, out_dtype=FP16)]
 
     def backward(dy, x, gate):
         return gate_launch.silu_gate_backward([dy], x, gate)
