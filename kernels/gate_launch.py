@@ -64,6 +64,8 @@ _CUTS = {
     "rms_norm_silu_gate_backward": _Cut("backward", False, {2: 8192, 4: 8192}, 4096),
     "silu_gate_rms_norm_backward": _Cut("backward", True, {2: 8192, 4: 4096}, 4096),
 }
+# Columns of a chunk, so that a thread still reads 16 bytes.
+_LEAST_CHUNK = 1024
 # Columns of a tile without a norm: no fewer, so that a memory access is long enough.
 _LEAST_BLOCK = 32
 
@@ -89,10 +91,12 @@ def plan(
         return _plan_elementwise(kernel, N, dtype, architecture)
     cut = _CUTS[kernel]
     first = _plan_norm(cut, N, group or N, dtype, row_tensors, architecture)
-    if first.constants.get("STAGES") == 1 and first.constants["BLOCK"] > cut.chunk:
-        # a tile this wide leaves no room to load ahead
-        chunked = replace(cut, widest=dict.fromkeys(cut.widest, cut.chunk))
-        first = _plan_norm(chunked, N, group or N, dtype, row_tensors, architecture)
+    chunk = cut.chunk
+    while first.constants.get("STAGES") == 1 and chunk >= _LEAST_CHUNK:
+        # tiles this wide leave no room to load ahead
+        smaller = replace(cut, widest=dict.fromkeys(cut.widest, chunk), chunk=chunk)
+        first = _plan_norm(smaller, N, group or N, dtype, row_tensors, architecture)
+        chunk //= 2
     if cut.kernel == "forward":
         return first
     return ladder([first, *choice.spread(first, dtype.itemsize, architecture)])

@@ -95,14 +95,22 @@ def _backward(
             yield from choice.spread(whole, dtype.itemsize, architecture)
     yield from chunked
     if block < N:
-        wide = choice.looped(
-            rms_norm_device.backward_wide,
-            {"N": N, "BLOCK": block, "ROWS": 1},
-            choice.count_warps(block),
-            (row_tensors + 1) * block * dtype.itemsize,  # the weight too
-            architecture,
-        )
+        wide = _wide(N, block, dtype, row_tensors, architecture)
+        if wide.constants["STAGES"] == 1:  # no room to load ahead
+            wide = _wide(N, block // 2, dtype, row_tensors, architecture)
         yield replace(wide, worse=True)  # it adds up dweight in memory
+
+
+def _wide(
+    N: int, chunk: int, dtype: torch.dtype, row_tensors: int, architecture: Architecture
+) -> Plan:
+    return choice.looped(
+        rms_norm_device.backward_wide,
+        {"N": N, "BLOCK": chunk, "ROWS": 1},
+        choice.count_warps(chunk),
+        (row_tensors + 1) * chunk * dtype.itemsize,  # the weight too
+        architecture,
+    )
 
 
 def _chunked(

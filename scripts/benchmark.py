@@ -403,6 +403,9 @@ def name(dtype: torch.dtype) -> str:
 
 
 def main(names: list[str]) -> int:
+    if {"-h", "--help"} & set(names):
+        print(__doc__, "Rows:", *ROWS, sep="\n")
+        return 0
     unknown = sorted(set(names) - set(ROWS))
     if unknown:
         print(f"no row {', '.join(unknown)}: the rows are {', '.join(ROWS)}", file=sys.stderr)

@@ -249,6 +249,9 @@ def parsed() -> argparse.Namespace:
     options = parser.parse_args()
     if options.interpret and not options.dry_run:
         parser.error("--interpret goes with --dry-run")
+    for path in (options.output, options.json, options.plot):
+        if path is not None and path.is_dir():
+            parser.error(f"{path} is a folder: give a file to write to")
     return options
 
 

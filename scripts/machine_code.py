@@ -195,7 +195,9 @@ def use_cache(folder: str) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description="Write anew the table of what every kernel compiles to with the Triton at hand."
+    )
     parser.add_argument("--sample", action="store_true", help="compare a sample with the table")
     options = parser.parse_args()
     path = table_path()
@@ -210,6 +212,7 @@ def main() -> int:
     different = [place for place in found if found[place] != expected[place]]
     for place in different:
         print(place, f"is {found[place]}", f"was {expected[place]}", sep="\n  ")
+    print(f"{len(found)} kernels compiled, {len(different)} differ from {path.name}")
     return int(bool(different))
 
 

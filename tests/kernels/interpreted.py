@@ -10,10 +10,10 @@ from torch.library import opcheck
 from fxfuse.kernels import ops, rms_norm_launch as kernels, rows, settle  # noqa: F401
 from tests.kernels.exact import normal, step
 
-WIDTHS = (1, 64, 96, 1000, 4096)
+WIDTHS = (1, 7, 64, 96, 129, 1000, 2047, 4096)
 # Beyond what one tile holds in every dtype, and no multiple of a chunk; the backward also beyond
 # what holds dweight in registers.
-WIDE = {"forward": (33000,), "backward": (8200, 33000)}
+WIDE = {"forward": (33001,), "backward": (8201, 33001)}
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 DTYPES = (FP32, FP16, BF16)
@@ -31,6 +31,8 @@ def assert_close(actual, exact, *, steps, terms=0.0):
     assert actual.is_contiguous()
     error = (actual.double() - exact).abs()
     allowed = steps * step(exact, actual.dtype) + 8 * torch.finfo(FP32).eps * terms
+    if actual.dtype == BF16:  # truncated, and computed in fp32 before
+        allowed = allowed + 4 * step(exact, FP32)
     worst = (error / allowed).max().item()
     assert worst <= 1.0, f"{worst:.2f} times the allowed error"
 

@@ -17,7 +17,7 @@ from tests.kernels.exact import assert_close, normal
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 DTYPES = (FP32, FP16, BF16)
 EPS1, EPS2 = 1e-5, 1e-6
-WIDTHS = (1, 64, 96, 128, 1000, 4096)
+WIDTHS = (1, 64, 96, 129, 1001, 4096)
 
 
 def rows_for(N):
@@ -238,7 +238,7 @@ def narrow_tiles(monkeypatch):
 
 @pytest.mark.parametrize("dtype", (FP32, FP16), ids=str)
 def test_wide_rows(dtype, narrow_tiles, launches):
-    N = 2500
+    N = 2501
     x, residual, weight1, weight2 = operands(3, N, dtype)
     _, h = check_forward(x, residual, weight1, weight2, (1.0, 0.0))
     dys = [normal(3, N, dtype=dtype, seed=5 + i) for i in range(2)]
@@ -320,7 +320,7 @@ def test_gradients_are_rounded_after_each_addition():
     assert all(torch.equal(a, b) for a, b in zip(together, summed))
 
 
-@pytest.mark.parametrize("N", (96, 1000, 1100))
+@pytest.mark.parametrize("N", (96, 1000, 1101))
 def test_nothing_is_written_outside_of_the_results(N, narrow_tiles, monkeypatch):
     frames = []
 

@@ -58,6 +58,18 @@ def test_more_bandwidth_takes_more_stages():
     assert stages == sorted(stages) and stages[0] < stages[-1]
 
 
+@pytest.mark.parametrize("architecture", NVIDIA.values(), ids=lambda a: a.name)
+@pytest.mark.parametrize("N", (4096, 8192, 16384, 65536))
+def test_every_backward_loads_ahead(N, architecture):
+    given = {"architecture": architecture}
+    for plan in (
+        gate_launch.plan("rms_norm_silu_gate_backward", N, FP32, row_tensors=3, **given),
+        gate_launch.plan("silu_gate_rms_norm_backward", N, FP32, row_tensors=5, **given),
+        rms_norm_launch.plan("backward", N, FP32, row_tensors=5, **given),
+    ):
+        assert plan.constants["STAGES"] >= 3
+
+
 def test_rows_that_leave_no_room_to_load_ahead_are_cut_into_chunks():
     for row_tensors in (2, 5):
         plan = rms_norm_launch.plan(

@@ -44,15 +44,18 @@ def test_nothing_is_spilled_without_a_reason(path):
     wrong = {
         place: entry.spilled
         for place, entry in machine_code.read(path).items()
-        if entry.spilled and not explained(entry)
+        if entry.spilled > explained(place, entry, path.stem)
     }
     assert not wrong
 
 
-def explained(entry: machine_code.Entry) -> bool:
-    """Rows of more than 8192 columns with their share of dweight in registers: a few that are
-    spilled cost less than to add it up in memory, which is what the next kernel would do."""
-    return entry.program == "backward_chunks" and entry.warps == 16 and entry.spilled <= 64
+def explained(place: machine_code.Place, entry: machine_code.Entry, triton_: str) -> int:
+    """Bytes that may be spilled, because the next kernel would cost more than they do."""
+    if entry.program == "backward_chunks" and place.N >= 16384:
+        return 64  # the share of dweight in registers; else it is added up in memory
+    if place.variant == "silu_gate_rms_norm_bwd" and triton_ == "triton-3.6.0":
+        return 8  # two registers of an older compiler; else each row is computed twice
+    return 0
 
 
 @pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
@@ -188,6 +191,19 @@ def test_gfx942(launches, kernel, absent):
     assert re.search(r"(global|buffer)_load_dwordx4", code)
     assert re.search(r"(global|buffer)_store_dwordx4", code)
     assert not re.search(r"(global|buffer)_load_(ushort|short|sbyte|ubyte)", code)
+
+
+@pytest.mark.parametrize("N", (65536, 131072))
+def test_very_wide_rows(N):
+    for launches, kernel, absent in (
+        (rms_norm_launch, "forward", frozenset()),
+        (rms_norm_launch, "backward", ONE_GRADIENT),
+        (gate_launch, "rms_norm_silu_gate_backward", ONE_GRADIENT | {"dres"}),
+        (sandwich_launch, "forward", frozenset()),
+    ):
+        code = compile_kernel(kernel, N, BF16, 90, launches=launches, absent=absent)
+        assert code.stack == 0
+        assert {*code.widths("load"), *code.widths("store")} <= {4, 16}
 
 
 def test_groups_of_columns():
