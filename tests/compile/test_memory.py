@@ -32,24 +32,35 @@ ACTIVATION = SIZE.batch * SIZE.tokens * SIZE.width
 # What a weight's gradient is gathered in, in fp64.
 PARTIAL_SUMS = 2 * 8 * SIZE.width
 
-# Activations that are saved and held at the peak beyond those of torch.compile alone.
-EACH = [
-    ("llama", BF16, 0, 0),
-    ("llama", FP32, 0, 0),
-    ("gated", FP32, 0, 0),
-    ("sandwich", FP32, 0, 0),
-    # Inductor's CPU code keeps gradients between two fused steps in fp32.
-    ("gated", BF16, 0, 2.1),
-    ("sandwich", BF16, 0, 2.2),
-]
+LEVEL = [("llama", BF16), ("llama", FP32), ("gated", FP32), ("sandwich", FP32)]
+# Inductor's CPU code keeps gradients between two fused steps in fp32: see the README's limits.
+HIGHER = [("gated", BF16), ("sandwich", BF16)]
 
 
-@pytest.mark.parametrize("block, dtype, saved, peak", EACH, ids=str)
-def test_no_more_memory_is_taken(block, dtype, saved, peak):
-    alone, ours = (measured(block, dtype, policy) for policy in (None, "auto"))
-    nbytes = ACTIVATION * dtype.itemsize
-    assert ours.saved <= alone.saved + saved * nbytes
-    assert ours.peak <= alone.peak + peak * nbytes + PARTIAL_SUMS
+@pytest.mark.parametrize("block, dtype", LEVEL + HIGHER, ids=str)
+def test_no_more_is_saved(block, dtype):
+    assert measured(block, dtype, "auto").saved <= measured(block, dtype, None).saved
+
+
+@pytest.mark.parametrize("block, dtype", LEVEL, ids=str)
+def test_the_peak_is_no_higher(block, dtype):
+    assert beyond(block, dtype) <= PARTIAL_SUMS
+
+
+@pytest.mark.xfail(strict=True, reason="an fp32 gradient in bf16 code is two activations more")
+@pytest.mark.parametrize("block, dtype", HIGHER, ids=str)
+def test_the_peak_should_be_no_higher(block, dtype):
+    assert beyond(block, dtype) <= PARTIAL_SUMS
+
+
+@pytest.mark.parametrize("block, dtype", HIGHER, ids=str)
+def test_the_peak_is_at_most_two_activations_higher(block, dtype):
+    assert beyond(block, dtype) <= 2.2 * ACTIVATION * dtype.itemsize
+
+
+def beyond(block: str, dtype: torch.dtype) -> int:
+    """Bytes that are held at the peak beyond those of torch.compile alone."""
+    return measured(block, dtype, "auto").peak - measured(block, dtype, None).peak
 
 
 @pytest.mark.parametrize("block", ["llama", "gated"])
