@@ -90,11 +90,13 @@ def _unpack(kind: str, result: Tensor | None, shape: tuple[int, ...]) -> Tensor 
 def _rows(x: Tensor, columns: tuple[int, ...]) -> Tensor:
     """`x` as contiguous runs of rows, a new tensor; their number may change from call to call.
 
-    Shape [M / RUN, RUN, *columns], or [M, *columns] where the rows do not make whole runs.
+    Shape [M / run, run, *columns] for the shortest of `reference.RUNS`, or [M, *columns] where the
+    rows do not make whole ones.
     """
     rows = x.detach().reshape(-1, *columns).contiguous()
-    whole = rows.shape[0] % reference.RUN == 0
-    rows = rows.view(-1, reference.RUN, *columns) if whole else rows.view(rows.shape)
+    run = reference.RUNS[-1]
+    whole = rows.shape[0] % run == 0
+    rows = rows.view(-1, run, *columns) if whole else rows.view(rows.shape)
     torch._dynamo.maybe_mark_dynamic(rows, 0)
     return rows
 

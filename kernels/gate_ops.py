@@ -105,7 +105,7 @@ class _Op:
         """The keyword arguments of the gradient's formula, every one."""
         defaults = dict.fromkeys(_PRODUCT, "") | {"group": 0} if self.gate_first else {}
         found = {**defaults, **({"weight_offset": 0.0} if self.normed else {}), **attributes}
-        for name in _PRODUCT if self.gate_first else ():
+        for name in [k for k in found if k.endswith("_dtype")]:
             found[name] = _dtype(found[name], x.dtype, gate.dtype)
         return found
 
@@ -118,9 +118,11 @@ class _Op:
             return ()
         return (*weights, rstd) if self.gate_first else (*weights, rstd, dres)
 
-    def backward_attributes(self, attributes: dict) -> dict:
+    def backward_attributes(self, attributes: dict, inline: bool) -> dict:
         names = ("weight_offset",) if self.normed else ()
         names += ("group", *_PRODUCT) if self.gate_first else ()
+        # The kernels keep the norm's gradient in registers and do not round it.
+        names += ("norm_dtype",) if inline else ()
         return {k: attributes[k] for k in names if k in attributes}
 
 
@@ -243,11 +245,12 @@ class _Gated(torch.autograd.Function):
 
 
 def _backward(ctx, dy, x, gate, weights, rstd, needed) -> tuple[Tensor | None, ...]:
-    attributes = ctx.op.backward_attributes(ctx.attributes)
+    inline = ctx.side == "inline"
+    attributes = ctx.op.backward_attributes(ctx.attributes, inline)
     if ctx.op.normed:
         attributes["need_dweight"] = needed[2]
     operands = ([dy], x, gate, weights, rstd, None, attributes)
-    if ctx.side == "inline":
+    if inline:
         return ctx.op.formula_backward(*operands)
     return ctx.op.call_backward(*operands)
 

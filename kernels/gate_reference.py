@@ -90,8 +90,12 @@ def rms_norm_silu_gate_bwd(
     *,
     weight_offset: float = 0.0,
     need_dweight: bool,
+    norm_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """dx [..., N] in x's dtype, plus `dres`; dgate in the gate's; dweight [N], or None."""
+    """dx [..., N] in x's dtype, plus `dres`; dgate in the gate's; dweight [N], or None.
+
+    norm_dtype: the dtype that a compiler may store the norm's gradient in; see `rounding.readings`.
+    """
     dy = reference.sum_gradients(dys)
     wide = _wide(dy, x, gate, rstd)
     dy = dy.to(wide)
@@ -101,7 +105,14 @@ def rms_norm_silu_gate_bwd(
     if weight is not None:
         normed = normed * reference.scale(weight, weight_offset, wide)
     dx, dweight = reference.rms_norm_bwd(
-        [dy * value], x, weight, rstd, dres, weight_offset=weight_offset, need_dweight=need_dweight
+        [dy * value],
+        x,
+        weight,
+        rstd,
+        dres,
+        weight_offset=weight_offset,
+        need_dweight=need_dweight,
+        dy_dtype=norm_dtype,
     )
     return dx, (dy * normed * slope).to(gate.dtype), dweight
 
@@ -158,19 +169,20 @@ def silu_gate_rms_norm_bwd(
     dy = reference.sum_gradients(dys)
     wide = _wide(dy, x, gate, rstd)
     dy = dy.to(wide)
-    value, slope = silu_and_slope(gate, wide)
+    # As above; and `gated` is made of the same value.
+    value, (_, slope) = silu(gate, None, None, often=True).to(wide), silu_and_slope(gate, wide)
     dtypes = {"sigmoid_dtype": sigmoid_dtype, "silu_dtype": silu_dtype, "out_dtype": gated_dtype}
     gated = silu_gate(x, gate, **dtypes, inner=True)
     gated = grouped(gated.to(wide), group)
     rstd = reference.per_row(rstd, gated).to(wide)
     x_hat = gated * rstd
+    dweight = None  # first, as in `reference.norm_gradient`
+    if need_dweight and weight is not None:
+        dweight = reference.sum_rows(dy * x_hat.flatten(-2)).to(weight.dtype)
     g = dy if weight is None else dy * reference.scale(weight, weight_offset, wide)
     g = grouped(g, group)
     dgated = g - x_hat * (x_hat * g).mean(-1, keepdim=True)
     dgated = (dgated * rstd).flatten(-2)
-    dweight = None
-    if need_dweight and weight is not None:
-        dweight = reference.sum_rows(dy * x_hat.flatten(-2)).to(weight.dtype)
     return (dgated * value).to(x.dtype), (dgated * x.to(wide) * slope).to(gate.dtype), dweight
 
 

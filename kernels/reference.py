@@ -13,11 +13,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fxfuse.kernels.rounding import as_stored, product, rounded
+from fxfuse.kernels.rounding import as_stored, product, readings, rounded
 
 HALVES = (torch.float16, torch.bfloat16)
-# Rows that are added up in the compute dtype before their sums are added in fp64.
-RUN = 32
+# Rows that are added up in the compute dtype before their sums are added in fp64: the first of
+# these that makes whole runs. In longer runs the error grows, in shorter ones what is kept of them.
+RUNS = (128, 64, 32)
 
 
 def resolve_dtype(name: str, input_dtype: torch.dtype) -> torch.dtype | None:
@@ -108,6 +109,7 @@ def rms_norm_bwd(
     *,
     weight_offset: float = 0.0,
     need_dweight: bool,
+    dy_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The gradient of `rms_norm` at `h` [..., N], plus `dres`, the gradient that h gets elsewhere.
 
@@ -117,7 +119,14 @@ def rms_norm_bwd(
     None where it is not needed.
     """
     dh, dweight = norm_gradient(
-        dys, h, weight, rstd, dres, weight_offset=weight_offset, need_dweight=need_dweight
+        dys,
+        h,
+        weight,
+        rstd,
+        dres,
+        weight_offset=weight_offset,
+        need_dweight=need_dweight,
+        dy_dtype=dy_dtype,
     )
     return dh.to(h.dtype), dweight
 
@@ -131,10 +140,14 @@ def norm_gradient(
     *,
     weight_offset: float,
     need_dweight: bool,
+    dy_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """`rms_norm_bwd` before dh is rounded to h's dtype."""
+    """`rms_norm_bwd` before dh is rounded to h's dtype.
+
+    dy_dtype: what an op chain would round a single dy to that was computed just before.
+    """
     wide = torch.promote_types(rstd.dtype, torch.float32)
-    dy = sum_gradients(dys).to(wide)
+    dy, dy_again = readings(sum_gradients(dys).to(wide), dy_dtype)
     rstd = per_row(rstd, h).to(wide)
     h = h.to(wide)
     x_hat = h * rstd
@@ -142,7 +155,7 @@ def norm_gradient(
     dweight = None
     if need_dweight and weight is not None:
         dweight = sum_rows(dy * x_hat).to(weight.dtype)
-    g = dy if weight is None else dy * scale(weight, weight_offset, wide)
+    g = dy_again if weight is None else dy_again * scale(weight, weight_offset, wide)
     # h and not x_hat once more: then h is what a compiler saves, and all its readers read that.
     dh = (g - h * (rstd * (x_hat * g).mean(-1, keepdim=True))) * rstd
     if dres is not None:
@@ -180,8 +193,9 @@ def sum_rows(t: Tensor) -> Tensor:
     rows = t.reshape(count, columns)
     if t.device.type != "cpu":
         return rows.sum(0)
-    if _known(count % RUN == 0):
-        rows = rows.view(count // RUN, RUN, columns).sum(1)
+    run = next((run for run in RUNS if _known(count % run == 0)), None)
+    if run is not None:
+        rows = rows.view(count // run, run, columns).sum(1)
     return rows.sum(0, dtype=torch.float64).to(t.dtype)
 
 

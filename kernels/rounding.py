@@ -44,6 +44,21 @@ def as_stored(t: Tensor) -> Tensor:
     return t
 
 
+def readings(t: Tensor, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
+    """t for two readers that compute on in t's dtype, where an op chain stored it in `dtype`.
+
+    So that a compiler for CPUs may store it so as well, it is rounded there. It would drop a cast
+    and its inverse, but not on either side of a view; and it stores what two views are made of.
+    """
+    if dtype is None or dtype.itemsize >= t.dtype.itemsize or t.device.type != "cpu":
+        return t, t
+    stored = t.to(dtype)
+    return (
+        stored.unsqueeze(0).to(t.dtype).squeeze(0),
+        stored.unsqueeze(-1).to(t.dtype).squeeze(-1),
+    )
+
+
 def is_traced(t: Tensor) -> bool:
     """Whether a compiler for CPUs is to see what is done with t, and autograd is not."""
     if t.device.type != "cpu" or (torch.is_grad_enabled() and t.requires_grad):

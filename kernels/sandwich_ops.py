@@ -111,7 +111,9 @@ def _backward(ctx, dy, dres, need_dweight1, need_dweight2) -> tuple[Tensor | Non
         first = {"weight_offset": offsets[0], "need_dweight": need_dweight1}
         dx, dweight1 = backward([dres], x, weight1, rstd1, None, **first)
         return dx, dres, dweight1, None
-    backward = _gradient if inline else torch.ops.fxfuse.rms_norm_add_rms_norm_bwd.default
+    backward = torch.ops.fxfuse.rms_norm_add_rms_norm_bwd.default
+    if inline:
+        backward = functools.partial(_gradient, by_steps=not again)
     return backward(
         [dy], x, h, weight1, weight2, rstd1, rstd2, dres,
         weight_offset1=offsets[0], weight_offset2=offsets[1],

@@ -75,16 +75,25 @@ def rms_norm_add_rms_norm_bwd(
     weight_offset2: float = 0.0,
     need_dweight1: bool,
     need_dweight2: bool,
+    by_steps: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """dx in x's dtype, dh in h's (the gradient of the residual too), dweight1 and dweight2 [N].
 
     `dys` are gradients of y, `dres` the one that h gets elsewhere. dh goes into the first norm's
-    backward as it is, before it is rounded.
+    backward as it is, before it is rounded; by_steps: as a compiler may store it (see
+    `rounding.readings`).
     """
     dh, dweight2 = reference.norm_gradient(
         dys, h, weight2, rstd2, dres, weight_offset=weight_offset2, need_dweight=need_dweight2
     )
     dx, dweight1 = reference.norm_gradient(
-        [dh], x, weight1, rstd1, None, weight_offset=weight_offset1, need_dweight=need_dweight1
+        [dh],
+        x,
+        weight1,
+        rstd1,
+        None,
+        weight_offset=weight_offset1,
+        need_dweight=need_dweight1,
+        dy_dtype=h.dtype if by_steps else None,
     )
     return dx.to(x.dtype), dh.to(h.dtype), dweight1, dweight2

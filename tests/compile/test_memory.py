@@ -28,39 +28,23 @@ def measured(block: str, dtype: torch.dtype, policy: str | None) -> Memory:
 
 
 FP32, BF16 = torch.float32, torch.bfloat16
-ACTIVATION = SIZE.batch * SIZE.tokens * SIZE.width
-# What a weight's gradient is gathered in, in fp64.
-PARTIAL_SUMS = 2 * 8 * SIZE.width
+ROWS = SIZE.batch * SIZE.tokens
+# What the gradients of two weights are gathered in: sums of runs of 128 rows in fp32, and these in
+# fp64. A thousandth of the peak here, and less of a wider or deeper model's.
+PARTIAL_SUMS = 2 * (ROWS // 128 * 4 + 8) * SIZE.width
 
-LEVEL = [("llama", BF16), ("llama", FP32), ("gated", FP32), ("sandwich", FP32)]
-# Inductor's CPU code keeps gradients between two fused steps in fp32: see the README's limits.
-HIGHER = [("gated", BF16), ("sandwich", BF16)]
+BLOCKS = [(block, dtype) for block in ("llama", "sandwich", "gated") for dtype in (FP32, BF16)]
 
 
-@pytest.mark.parametrize("block, dtype", LEVEL + HIGHER, ids=str)
+@pytest.mark.parametrize("block, dtype", BLOCKS, ids=str)
 def test_no_more_is_saved(block, dtype):
     assert measured(block, dtype, "auto").saved <= measured(block, dtype, None).saved
 
 
-@pytest.mark.parametrize("block, dtype", LEVEL, ids=str)
+@pytest.mark.parametrize("block, dtype", BLOCKS, ids=str)
 def test_the_peak_is_no_higher(block, dtype):
-    assert beyond(block, dtype) <= PARTIAL_SUMS
-
-
-@pytest.mark.xfail(strict=True, reason="an fp32 gradient in bf16 code is two activations more")
-@pytest.mark.parametrize("block, dtype", HIGHER, ids=str)
-def test_the_peak_should_be_no_higher(block, dtype):
-    assert beyond(block, dtype) <= PARTIAL_SUMS
-
-
-@pytest.mark.parametrize("block, dtype", HIGHER, ids=str)
-def test_the_peak_is_at_most_two_activations_higher(block, dtype):
-    assert beyond(block, dtype) <= 2.2 * ACTIVATION * dtype.itemsize
-
-
-def beyond(block: str, dtype: torch.dtype) -> int:
-    """Bytes that are held at the peak beyond those of torch.compile alone."""
-    return measured(block, dtype, "auto").peak - measured(block, dtype, None).peak
+    alone = measured(block, dtype, None).peak
+    assert measured(block, dtype, "auto").peak <= alone + PARTIAL_SUMS
 
 
 @pytest.mark.parametrize("block", ["llama", "gated"])

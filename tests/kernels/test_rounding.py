@@ -9,11 +9,12 @@ import pytest
 import torch
 
 import fxfuse
-from fxfuse.kernels.rounding import _nearest_bf16, as_stored, product, rounded
+from fxfuse.kernels.rounding import _nearest_bf16, as_stored, product, readings, rounded
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
 from op_cases import CASES
+from step_memory import of_call
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -120,3 +121,24 @@ def test_what_reads_a_result_in_the_same_kernel_sees_it_rounded(grad):
             found = torch.compile(function, backend=fxfuse.backend)(*inputs)
         assert reports[0].counts
         assert (found == function(*inputs)).float().mean() >= 0.99
+
+
+def test_readings_are_of_what_an_op_chain_would_have_stored():
+    t = torch.randn(4, 64)
+    for reading in readings(t, BF16):
+        assert reading.dtype is FP32 and torch.equal(reading, t.to(BF16).float())
+    assert all(reading is t for dtype in (None, FP32) for reading in readings(t, dtype))
+
+
+def test_a_compiler_stores_what_is_read_twice_as_narrowly():
+    def gradients(dy, gate):
+        one, other = readings(dy * torch.sigmoid(gate), BF16)
+        return one.sum(-1), other.sum(0)
+
+    dy, gate = torch.randn(2, 256, 64).unbind()
+    expected = gradients(dy, gate)
+    function = compiled(gradients)
+    found = function(dy, gate)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+    results = sum(t.nbytes for t in expected)
+    assert of_call(lambda: function(dy, gate)).peak - results <= dy.nbytes // 2
