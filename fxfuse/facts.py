@@ -70,11 +70,32 @@ class Facts:
         dynamic=True) is fixed to its value, as PyTorch's own norm does.
         """
         if isinstance(operand, fx.Node):
-            operand = operand.meta.get("example_value", operand.meta.get("val"))
+            known = operand.meta.get("example_value", operand.meta.get("val"))
+            operand = self._size(operand) if known is None else known
             if isinstance(operand, torch.SymFloat) and operand.node.has_hint():
                 operand = float(operand)
         is_number = isinstance(operand, (int, float)) and not isinstance(operand, bool)
         return operand if is_number else None
+
+    def _size(self, node: fx.Node) -> int | None:
+        """What `x.size(dim)`, `x.shape[dim]`, `x.dim()` and `x.ndim` give for a tensor of known
+        sizes.
+        """
+        source, index = (*node.args, None, None)[:2]
+        if node.target is operator.getitem and isinstance(source, fx.Node):
+            asks, source = source.target is getattr and source.args[1] == "shape", source.args[0]
+            asks = asks and isinstance(index, int)
+        else:
+            asks = node.op == "call_method" and node.target == "size" and isinstance(index, int)
+        if node.op == "call_method" and node.target == "dim":
+            asks = True
+        if node.target is getattr and index == "ndim":
+            asks, index = True, None
+        shape = self.shape(source) if asks else None
+        if shape is None:
+            return None
+        size = len(shape) if index is None else shape[index]
+        return size if isinstance(size, int) else None
 
     @functools.cached_property
     def after_autograd(self) -> bool:

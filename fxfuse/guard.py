@@ -140,13 +140,15 @@ class Guards:
             return "one of its inputs is computed too late: a result is used before it"
         covered = set(site.nodes)
         end = max([site.root, *first])
-        later = [w for w in self._writes if w.node not in covered and site.nodes[0] < w.node]
+        begin = min([site.nodes[0], *site.repeated])
+        later = [w for w in self._writes if w.node not in covered and begin < w.node]
         if not later:
             return None
-        saved = self._roots(*site.saved)
+        # who runs it without gradients saves nothing
+        saved = self._roots(*site.saved if torch.is_grad_enabled() else ())
         saved |= {self.view.memory.root_of(p.target) for p in site.parameters}
         read = saved | self._roots(*site.inputs, *(i for n in first for i in n.all_input_nodes))
-        read |= self._roots(*first, *(covered - {site.root}))
+        read |= self._roots(*first, *site.repeated, *(covered - {site.root}))
         for write in later:
             if self._harms(write, read, saved, write.node < end):
                 what, by = write.target.name, write.node.name

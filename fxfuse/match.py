@@ -162,7 +162,11 @@ class Bound:
 
     def is_read_outside(self, node: fx.Node) -> bool:
         """Whether the graph uses a node elsewhere than in the match."""
-        return any(u not in self.nodes and (u.users or u.op == "output") for u in node.users)
+        return bool(self.readers_outside(node))
+
+    def readers_outside(self, node: fx.Node) -> list[fx.Node]:
+        """Who uses a node elsewhere than in the match."""
+        return [u for u in node.users if u not in self.nodes and (u.users or u.op == "output")]
 
     # ---- used by expressions ----
 
@@ -395,10 +399,18 @@ def _smallest(sets: set[frozenset[str]]) -> set[frozenset[str]]:
 
 def _look_through(operand: object, b: Bound) -> Term | None:
     term = b.view.see(operand)
-    while term is not None and term.word == "same":
+    while term is not None and (term.word == "same" or _changes_nothing(b.facts, term)):
         b.nodes.extend(term.nodes)
         term = b.view.see(term.args[0])
     return term
+
+
+def _changes_nothing(facts: Facts, term: Term) -> bool:
+    """True of a cast to the dtype that its operand is known to have."""
+    if term.word != "cast":
+        return False
+    dtype = facts.dtype(term.args[0])
+    return dtype is not None and dtype == term.dtype
 
 
 _WIDER = {

@@ -28,12 +28,16 @@ _ALLOCATING_FUNCTIONS = {
     torch.empty, torch.zeros, torch.ones, torch.full, torch.arange, torch.empty_like,
     torch.zeros_like, torch.ones_like, torch.full_like, torch.argsort, torch.sort, torch.topk,
     torch.cumsum, torch.gather, torch.index_select, torch.bincount, torch.histc, torch.clone,
+    torch.sin, torch.cos, torch.log, torch.log2, torch.log1p, torch.exp2, torch.expm1, torch.abs,
+    torch.clamp, torch.erf, torch.maximum, torch.minimum, torch.addcmul, torch.addcdiv, torch.roll,
+    torch.flip, torch.reciprocal, torch.var, torch.std, torch.lerp,
 }  # fmt: skip
 _ALLOCATING_METHODS = {
     "add", "sub", "mul", "div", "pow", "neg", "matmul", "mean", "sum", "sqrt", "rsqrt", "square",
     "sigmoid", "tanh", "softmax", "exp", "clone", "rsub", "bmm", "mm", "argsort", "sort", "topk",
     "cumsum", "gather", "index_select", "new_empty", "new_zeros", "new_ones", "new_full",
-    "scatter", "scatter_add", "index_add", "masked_fill", "repeat",
+    "scatter", "scatter_add", "index_add", "masked_fill", "repeat", "sin", "cos", "log", "abs",
+    "clamp", "roll", "flip", "reciprocal", "var", "std", "norm",
 }  # fmt: skip
 _ALLOCATING_MODULES = (torch.nn.Linear, torch.nn.Embedding, torch.nn.RMSNorm, torch.nn.LayerNorm)
 
@@ -43,6 +47,9 @@ _ALLOCATING_COMPOSITES = {
     "subtract", "conv1d", "conv2d", "conv3d", "cross_entropy_loss", "one_hot", "outer", "silu",
     "argsort", "concat", "hstack", "vstack", "isfinite",
 }  # fmt: skip
+
+# Like what writes to its first operand they return that; the other tensor has a dtype or a shape.
+_LIKE_ANOTHER = {"to", "type_as", "view_as", "expand_as", "reshape_as"}
 
 _WRITING_OPERATORS = {
     operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv,
@@ -103,7 +110,7 @@ class Memory:
             if top in self._roots:
                 stack.pop()
                 continue
-            inputs = [] if self.allocates(top) else top.all_input_nodes
+            inputs = [] if self.allocates(top) else _sources(top)
             waiting = [i for i in inputs if i not in self._roots]
             if waiting:
                 stack.extend(waiting)
@@ -170,6 +177,18 @@ class Memory:
         """A call of graphs writes to its inputs if one of them does, or if none can be seen."""
         pure = graphs and not any(Memory(g, Facts(g)).writes_to_inputs() for g in graphs)
         return [] if pure else _to(node, node.all_input_nodes)
+
+
+def _sources(node: fx.Node) -> list[fx.Node]:
+    """The nodes whose memory a node that does not allocate may return."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        target = target._schema.name.removeprefix("aten::")
+    in_place = target in _WRITING_OPERATORS - {operator.setitem}
+    if isinstance(target, str) and node.op != "call_module":
+        in_place = (target.endswith("_") and target != "set_") or target in _LIKE_ANOTHER
+    first = node.args[:1] if in_place else ()
+    return [first[0]] if first and isinstance(first[0], fx.Node) else node.all_input_nodes
 
 
 @functools.lru_cache(maxsize=4096)

@@ -27,9 +27,9 @@ class Refusal:
     by_guard: bool
 
     @property
-    def rank(self) -> tuple[int, bool]:
-        """Of the refusals of one site the reader wants the largest and closest."""
-        return -self.fusion.size, not self.by_guard
+    def rank(self) -> tuple[bool, int]:
+        """Of the refusals of one site the reader wants the closest, and of the largest."""
+        return not self.by_guard, -self.fusion.size
 
 
 @dataclass

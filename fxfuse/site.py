@@ -18,7 +18,7 @@ _CHECKS = {aten._assert_tensor_metadata.default}
 _ON_SIZES = {operator.getitem, operator.floordiv, operator.mul}
 _VIEWS_OF_TRACERS = {aten.detach.default, aten.alias.default}
 # What is plain to compute again from its operands, next to an op that returns none of it.
-_PLAIN_WORDS = {"add", "cast", "detach", "mul", "power", "same"}
+_PLAIN_WORDS = {"add", "cast", "detach", "mul", "power", "same", "view"}
 _MOVABLE_WORDS = {"add", "mul", "div", "cast", "square", "mean", "sum", "rsqrt", "sqrt"}
 
 
@@ -28,7 +28,8 @@ class Site:
 
     nodes: what the op replaces, in graph order; they can be erased. inputs: the nodes that the op
     reads, and parameters what it reads of leaf modules. outputs: the nodes whose values it returns;
-    the root, the last node, is the first of them. saved: what it keeps for its backward. results:
+    the root, the last node, is the first of them. repeated: what stays in the graph for others and
+    the op computes again. saved: what it keeps for its backward. results:
     which result of the op each output is, or None where the op has one result or is to stand for
     the root as a whole. views: how results come back, by their number, where not as they are.
     """
@@ -37,6 +38,7 @@ class Site:
     inputs: tuple[fx.Node, ...]
     parameters: tuple[Attr, ...]
     outputs: tuple[fx.Node, ...]
+    repeated: tuple[fx.Node, ...]
     saved: tuple[fx.Node, ...]
     results: tuple[int, ...] | None
     views: dict[int, Viewed]
@@ -71,6 +73,7 @@ def site(b: Bound, call: Call) -> Site:
         inputs=inputs,
         parameters=parameters,
         outputs=outputs,
+        repeated=tuple(n for n in b.nodes if n not in covered),
         saved=(*saved, *outputs[1:]),
         results=results,
         views=views,
@@ -110,13 +113,14 @@ def _helpers(node: fx.Node, alive: set[fx.Node], covered: set[fx.Node]) -> set[f
     while it was traced, or in a symbolic trace `x.dtype` or a size, with what is computed from it,
     that only the match uses. Empty if the node is none of these.
     """
+    checks = node.target in _CHECKS or (node.target in _VIEWS_OF_TRACERS and not node.users)
+    if not checks and not _asks(node):
+        return set()
     reads = not covered.isdisjoint(node.all_input_nodes)
-    if node.target in _CHECKS or (node.target in _VIEWS_OF_TRACERS and not node.users):
+    if checks:
         return {node} if reads else set()
     # without users it may as well belong to another match of the same input
-    if not _asks(node) or not (reads or node.users):
-        return set()
-    return _asking(node, alive, covered)
+    return _asking(node, alive, covered) if reads or node.users else set()
 
 
 def _asks(node: fx.Node) -> bool:

@@ -56,8 +56,16 @@ def _safe(view: ViewLike, node: fx.Node, x: object, y: object) -> bool:
 )  # fmt: skip
 def _add(view: ViewLike, node: fx.Node) -> Term:
     x, y, alpha = arguments(node, "input|self", "other", "alpha")
+    if not _safe(view, node, x, y):
+        return opaque(node)
     plain = alpha is None or (is_number(alpha) and alpha == 1)
-    return Term("add", (x, y), (node,)) if plain and _safe(view, node, x, y) else opaque(node)
+    flaw = None if plain else f"the add multiplies an operand (alpha={alpha})"
+    return Term("add", (x, y), (node,), flaw)
+
+
+@spelt(operator.sub, torch.sub, torch.subtract, ".sub", ".subtract", aten.sub.Tensor)
+def _sub(view: ViewLike, node: fx.Node) -> Term:
+    return Term("sub", tuple(arguments(node, "input|self", "other")), (node,))
 
 
 @spelt(
@@ -75,6 +83,7 @@ def _mul(view: ViewLike, node: fx.Node) -> Term:
             return Term("same", (other,), (node,))
         if is_number(factor) and factor > 0:
             mean = _mean_of_sum(view, node, other, 1 / factor)
+            mean = mean or _root_of_mean(view, node, other, factor)
             if mean:
                 return mean
     return silu_of_product(view, node, x, y) or Term("mul", (x, y), (node,))
@@ -94,7 +103,12 @@ def _div(view: ViewLike, node: fx.Node) -> Term:
         if is_number(x) and x == 1:
             return Term("rsqrt", below.args, (node, *below.nodes))
         return Term("mul", (x, Term("rsqrt", below.args, below.nodes)), (node,))
-    mean = _mean_of_sum(view, node, x, y) if is_number(y) else None
+    divisor = view.facts.number(y)
+    mean = None
+    if divisor is not None or not view.facts.is_tensor(y):
+        mean = _mean_of_sum(view, node, x, y if divisor is None else divisor)
+    if mean is None and divisor:
+        mean = _root_of_mean(view, node, x, 1 / divisor)
     if is_number(x) and x == 1:
         return Term("reciprocal", (y,), (node,))
     return mean or silu_of_quotient(view, node, x, y) or Term("div", (x, y), (node,))
@@ -119,6 +133,13 @@ def _pow(view: ViewLike, node: fx.Node) -> Term:
     if not is_number(exponent) or not isinstance(x, fx.Node) or not _safe(view, node, x, exponent):
         return opaque(node)
     word = words.get(exponent)
+    below = view.see(x)
+    if below and below.word == "sqrt" and exponent in (2, -1):
+        inner = view.see(below.args[0])
+        if exponent == -1:
+            return Term("rsqrt", below.args, (node, *below.nodes))
+        if inner is not None:
+            return Term(inner.word, inner.args, (node, *below.nodes, *inner.nodes), inner.flaw)
     return Term(word, (x,), (node,)) if word else Term("power", (x, exponent), (node,))
 
 
@@ -130,12 +151,38 @@ def _unary(word: str, *spellings: object) -> None:
 
 _unary("square", torch.square, ".square", aten.square.default)
 _unary("rsqrt", torch.rsqrt, ".rsqrt", aten.rsqrt.default)
-_unary("sqrt", torch.sqrt, ".sqrt", aten.sqrt.default)
+
+
+@spelt(torch.sqrt, ".sqrt", aten.sqrt.default)
+def _sqrt(view: ViewLike, node: fx.Node) -> Term:
+    (x,) = arguments(node, "input|self")
+    below = view.see(x)
+    if below and below.word == "reciprocal":
+        return Term("rsqrt", below.args, (node, *below.nodes))
+    return Term("sqrt", (x,), (node,))
+
+
 _unary("same", aten.alias.default)
+
+
+@spelt(torch.nn.functional.dropout, torch.dropout, aten.dropout.default)
+def _dropout(view: ViewLike, node: fx.Node) -> Term:
+    """Outside of training, and of nothing, it is no op."""
+    x, p, train = arguments(node, "input|self", "p", "training|train")
+    idle = train is False or (is_number(p) and p == 0)
+    return Term("same", (x,), (node,)) if idle else opaque(node)
+
+
+@spelt(torch.clone, ".clone", aten.clone.default)
+def _clone(view: ViewLike, node: fx.Node) -> Term:
+    (x,) = arguments(node, "input|self")
+    return opaque(node) if len(node.args) + len(node.kwargs) > 1 else Term("same", (x,), (node,))
+
+
 _unary("detach", aten.detach.default)  # before autograd it is not the same
 
 
-@spelt(aten.expand.default)
+@spelt(aten.expand.default, ".expand", ".expand_as", aten.expand_as.default)
 def _expand(view: ViewLike, node: fx.Node) -> Term:
     """One value a row, repeated for each column."""
     x = node.args[0]
@@ -168,6 +215,9 @@ _reduction("sum", torch.sum, ".sum", aten.sum.dim_IntList, aten.sum.default)
 
 def _not_last(view: ViewLike, x: object, dim: object, word: str) -> str | None:
     dims = dim if isinstance(dim, (tuple, list)) else (dim,)
+    dims = [view.facts.number(d) if isinstance(d, fx.Node) else d for d in dims]
+    if None in dims and dim is not None:
+        return f"the {word} is over a dimension that the graph computes"
     if dim is None or len(dims) == 0:
         return f"the {word} is over all dimensions, not the last"
     if len(dims) > 1:
@@ -180,19 +230,90 @@ def _not_last(view: ViewLike, x: object, dim: object, word: str) -> str | None:
     return None if dims[0] == len(shape) - 1 else f"the {word} is over dim {dims[0]}, not the last"
 
 
-def _mean_of_sum(view: ViewLike, node: fx.Node, total: object, divisor: float) -> Term | None:
-    """sum(x) / N as a mean, where N is the width of x."""
+def _mean_of_sum(view: ViewLike, node: fx.Node, total: object, divisor: object) -> Term | None:
+    """sum(x) / N as a mean, where N is the width of x: a number, or a node that holds the size."""
     term = view.see(total)
     if term is None or term.word != "sum":
         return None
-    shape = view.facts.shape(term.args[0])
+    return Term("mean", term.args, (node, *term.nodes), term.flaw or _no_mean(view, term, divisor))
+
+
+def _no_mean(view: ViewLike, total: Term, divisor: object) -> str | None:
+    """Why a sum over the last dimension that is divided is not known to be a mean, or None."""
+    shape = view.facts.shape(_tensor(view, total))
     width = shape[-1] if shape else None
-    flaw = term.flaw
-    if flaw is None and not isinstance(width, int):
-        flaw = "the sum of squares is divided by a number that may not be the width (no shapes)"
-    if flaw is None and abs(divisor - width) > 1e-9 * width:
-        flaw = f"the sum of squares is divided by {divisor:g}, not by the width {width}"
-    return Term("mean", term.args, (node, *term.nodes), flaw)
+    if width is None:
+        return "the sum of squares is divided by a number that may not be the width (no shapes)"
+    if isinstance(divisor, fx.Node):
+        size = divisor.meta.get("example_value", divisor.meta.get("val"))
+        return None if size is not None and known_equal(size, width) else _OTHER_WIDTH
+    if not isinstance(width, int):
+        return _OTHER_WIDTH
+    if abs(divisor - width) > 1e-9 * width:
+        return f"the sum of squares is divided by {divisor:g}, not by the width {width}"
+    return None
+
+
+_OTHER_WIDTH = "the sum of squares is divided by what is not known to be the (symbolic) width"
+
+
+def _tensor(view: ViewLike, total: Term) -> object:
+    """The tensor whose values, or their squares, are summed."""
+    inner = total.args[0]
+    return inner.args[0] if isinstance(inner, Term) else inner
+
+
+def _root_of_mean(view: ViewLike, node: fx.Node, root: object, factor: float) -> Term | None:
+    """sqrt(sum(x)) / sqrt(N) as sqrt(mean(x)), and x / sqrt(sum(x)) * sqrt(N) likewise."""
+    term = view.see(root)
+    if term is None or term.flaw:
+        return None
+    if term.word == "sqrt":
+        mean = _scaled_sum(view, term, 1 / factor**2)
+        return mean and Term("sqrt", (mean,), (node, *term.nodes))
+    if term.word == "mul":
+        for x, below in (term.args, term.args[::-1]):
+            if isinstance(below, Term) and below.word == "rsqrt":
+                mean = _scaled_sum(view, below, factor**2)
+                inner = mean and Term("rsqrt", (mean,), below.nodes)
+                return inner and Term("mul", (x, inner), (node, *term.nodes))
+    return None
+
+
+def _scaled_sum(view: ViewLike, root: Term, divisor: float) -> Term | None:
+    total = view.see(root.args[0])
+    if total is None or total.word != "sum" or total.flaw or _no_mean(view, total, divisor):
+        return None
+    return Term("mean", total.args, total.nodes)
+
+
+@spelt(torch.linalg.vector_norm, torch.norm, ".norm", aten.linalg_vector_norm.default,
+       aten.norm.ScalarOpt_dim)  # fmt: skip
+def _vector_norm(view: ViewLike, node: fx.Node) -> Term:
+    """The root of the sum of the squares of the last dimension."""
+    names = ("input|self|x", "p|ord", "dim", "keepdim")
+    x, order, dim, keepdim = arguments(node, *names)
+    plain = order in (None, 2, "fro") and dim is not None and keepdim is True
+    plain = plain and node.kwargs.get("dtype") is None and len(node.args) <= 4
+    if not plain or _not_last(view, x, dim, "norm"):
+        return opaque(node)
+    total = Term("sum", (Term("square", (x,), (node,)),), (node,))
+    return Term("sqrt", (total,), (node,))
+
+
+@spelt(torch.nn.functional.normalize)
+def _normalize(view: ViewLike, node: fx.Node) -> Term:
+    return Term("unit_length", node.args[:1], (node,))
+
+
+def _deviation(word: str, *spellings: object) -> None:
+    @spelt(*spellings)
+    def read(view: ViewLike, node: fx.Node) -> Term:
+        return Term(word, node.args[:1], (node,))
+
+
+_deviation("std", torch.std, ".std", aten.std.correction, aten.std.dim)
+_deviation("var", torch.var, ".var", aten.var.correction, aten.var.dim)
 
 
 @spelt(torch.unsqueeze, ".unsqueeze", aten.unsqueeze.default)
@@ -203,11 +324,20 @@ def _unsqueeze(view: ViewLike, node: fx.Node) -> Term:
 
 
 def _kept(view: ViewLike, node: fx.Node, x: object) -> Term | None:
-    """A reduction without keepdim whose dimension is put back."""
+    """A reduction without keepdim, or a root of one, whose dimension is put back."""
     term = view.see(x)
-    if term is None or term.flaw != _DROPPED:
+    if term is None:
         return None
-    return Term(term.word, term.args, (node, *term.nodes))
+    if term.flaw == _DROPPED:
+        return Term(term.word, term.args, (node, *term.nodes))
+    if term.flaw is None and term.word in ("rsqrt", "sqrt", "add", "mul", "div"):
+        numbers = [view.facts.number(a) is not None for a in term.args]
+        if numbers.count(False) == 1:
+            at = numbers.index(False)
+            inner = _kept(view, node, term.args[at])
+            args = (*term.args[:at], inner, *term.args[at + 1 :])
+            return inner and Term(term.word, args, term.nodes)
+    return None
 
 
 # ---- casts ------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from fxfuse.kernels.registration import (
 
 _ROUNDING = (
     "float? eps, float weight_offset=0.0, "
-    'str compute_dtype="float32", str unit_dtype="", str out_dtype="", '
+    'str compute_dtype="float32", str rstd_dtype="", str unit_dtype="", str out_dtype="", '
     "bool contiguous=False"
 )
 
@@ -37,6 +37,7 @@ class Rounding:
     eps: float | None
     weight_offset: float = 0.0
     compute_dtype: str = "float32"
+    rstd_dtype: str = ""
     unit_dtype: str = ""
     out_dtype: str = ""
     contiguous: bool = False
@@ -48,6 +49,7 @@ class Rounding:
             "weight_offset": self.weight_offset,
             "compute_dtype": reference.resolve_dtype(self.compute_dtype, h_dtype)
             or torch.promote_types(h_dtype, torch.float32),
+            "rstd_dtype": reference.resolve_dtype(self.rstd_dtype, h_dtype),
             "unit_dtype": reference.resolve_dtype(self.unit_dtype, h_dtype),
             "out_dtype": reference.resolve_dtype(self.out_dtype, h_dtype),
         }
@@ -286,14 +288,14 @@ def _triton_forward(x, residual, weight, attributes):
     compute_dtype = resolved.pop("compute_dtype")
     resolved["out_dtype"] = y_dtype(h_dtype, weight, attributes)
     resolved["eps"] = reference.resolve_eps(attributes.eps, compute_dtype)
-    unit_dtype = resolved["unit_dtype"]
+    dtypes = resolved["rstd_dtype"], resolved["unit_dtype"]
     product = y_dtype(h_dtype, weight, replace(attributes, out_dtype=""))
     # the kernel rounds the product once, to out_dtype
     twice = product in reference.HALVES and product != resolved["out_dtype"]
     if (
         twice
         or resolved["out_dtype"] not in launch.DTYPES
-        or launch.unfit(x, residual, weight, compute_dtype=compute_dtype, unit_dtype=unit_dtype)
+        or launch.unfit(x, residual, weight, compute_dtype=compute_dtype, dtypes=dtypes)
     ):
         return _plain_forward(x, residual, weight, attributes)
     return launch.forward(x, residual, weight, **resolved)
@@ -339,7 +341,7 @@ def _triton_backward(dys, h, weight, rstd, dres, *, weight_offset=0.0, need_dwei
     attributes = {"weight_offset": weight_offset, "need_dweight": need_dweight}
     gradients = dys if dres is None else [*dys, dres]
     if any(t.dtype not in launch.DTYPES for t in gradients) or launch.unfit(
-        h, None, weight, compute_dtype=rstd.dtype, unit_dtype=None
+        h, None, weight, compute_dtype=rstd.dtype
     ):
         return _plain_backward(dys, h, weight, rstd, dres, **attributes)
     dys = reference.at_most(launch.MAX_GRADIENTS, dys)

@@ -53,6 +53,7 @@ def rms_norm(
     eps: float | None,
     weight_offset: float = 0.0,
     compute_dtype: torch.dtype = torch.float32,
+    rstd_dtype: torch.dtype | None = None,
     unit_dtype: torch.dtype | None = None,
     out_dtype: torch.dtype | None = None,
     keepdim: bool = False,
@@ -61,8 +62,9 @@ def rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """RMSNorm of the last dim of `h` [..., N].
 
-    `compute_dtype` is the dtype of the statistics, `unit_dtype` the dtype that the normalised value
-    is rounded to before the weight, `out_dtype` that of y; None leaves what promotion gives.
+    `compute_dtype` is the dtype of the statistics, `rstd_dtype` the dtype that rstd is rounded to
+    before it scales, `unit_dtype` the dtype that the normalised value is rounded to before the
+    weight, `out_dtype` that of y; None leaves what promotion gives.
     summed: whether h is a sum that was made just before, so that its rounding must be kept.
     inner: whether the caller computes on with y, so that its own rounding must be kept as well.
     Returns y [..., N] and rstd [...], with `keepdim` [..., 1], in `compute_dtype`: a compiler then
@@ -71,7 +73,7 @@ def rms_norm(
     """
     s = (as_stored(h) if summed else h).to(compute_dtype)
     rstd = inverse_rms(s, eps)
-    y = rounded(s * rstd, unit_dtype, bounded=True)
+    y = rounded(s * rounded(rstd, rstd_dtype).to(s.dtype), unit_dtype, bounded=True)
     if weight is not None:
         factor = weight if weight_offset == 0 else weight_offset + weight.to(compute_dtype)
         last = not inner and out_dtype in (None, torch.promote_types(y.dtype, factor.dtype))

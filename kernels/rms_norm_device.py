@@ -21,6 +21,7 @@ from fxfuse.kernels.tile_device import (
     read_gradient,
     read_weight,
     reciprocal_rms,
+    round_to,
     scale,
     write,
 )
@@ -46,6 +47,7 @@ def forward(
     ROWS: tl.constexpr,
     STRIDE_UNIT: tl.constexpr,
     WEIGHT_OFFSET: tl.constexpr,
+    RSTD_DTYPE: tl.constexpr,
     UNIT_DTYPE: tl.constexpr,
 ):
     first_row = tl.program_id(0) * ROWS
@@ -68,6 +70,7 @@ def forward(
     values = total.to(tl.float32)
     row_rstd = reciprocal_rms(tl.sum(values * values, axis=1, keep_dims=True), eps, N)
     tl.store(rstd + first_row + tl.arange(0, ROWS)[:, None], row_rstd, mask=row_mask)
+    row_rstd = round_to(row_rstd, RSTD_DTYPE)
     result = normalise(values, row_rstd, gain, WEIGHT_OFFSET, UNIT_DTYPE)
     y_rows = point(y, first_row, columns, N, ROWS)
     tl.store(y_rows, result.to(y.dtype.element_ty), mask=mask)
@@ -90,6 +93,7 @@ def forward_wide(
     ROWS: tl.constexpr,
     STRIDE_UNIT: tl.constexpr,
     WEIGHT_OFFSET: tl.constexpr,
+    RSTD_DTYPE: tl.constexpr,
     UNIT_DTYPE: tl.constexpr,
 ):
     """One row a program, read twice in chunks: the second time from the cache."""
@@ -108,6 +112,7 @@ def forward_wide(
         squares += values * values
     row_rstd = reciprocal_rms(tl.sum(squares, axis=1, keep_dims=True), eps, N)
     tl.store(rstd + row + tl.arange(0, 1)[:, None], row_rstd)
+    row_rstd = round_to(row_rstd, RSTD_DTYPE)
 
     for start in range(0, end, BLOCK):
         columns = start + tl.arange(0, BLOCK)[None, :]

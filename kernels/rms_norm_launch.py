@@ -149,7 +149,7 @@ def unfit(
     weight: Tensor | None,
     *,
     compute_dtype: torch.dtype,
-    unit_dtype: torch.dtype | None,
+    dtypes: Sequence[torch.dtype | None] = (),
 ) -> str | None:
     """Why the kernels cannot take these tensors, in one sentence; None where they can.
 
@@ -159,7 +159,7 @@ def unfit(
         {"input": x, "residual": residual},
         {"weight": weight},
         compute_dtype=compute_dtype,
-        dtypes=[unit_dtype],
+        dtypes=dtypes,
     )
 
 
@@ -170,13 +170,14 @@ def forward(
     *,
     eps: float,
     weight_offset: float,
+    rstd_dtype: torch.dtype | None = None,
     unit_dtype: torch.dtype | None,
     out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """y = h / rms(h) * (weight_offset + weight), with h = x + residual rounded to its dtype.
 
-    x: [..., N]; residual: the same shape or None; weight: [N] or None. `unit_dtype` is the dtype
-    that h / rms(h) is rounded to before the multiplication, None for no rounding.
+    x: [..., N]; residual: the same shape or None; weight: [N] or None. `rstd_dtype` and
+    `unit_dtype` are what 1 / rms(h) and h / rms(h) are rounded to, None for no rounding.
     Returns y [..., N] in `out_dtype`; h [..., N] in the promoted dtype of x and residual, None
     without a residual; rstd [...] in fp32. All of them contiguous and new.
     """
@@ -208,7 +209,8 @@ def forward(
     constants = {
         "STRIDE_UNIT": unit,
         "WEIGHT_OFFSET": float(weight_offset),
-        "UNIT_DTYPE": None if unit_dtype is None else DTYPES[unit_dtype],
+        "RSTD_DTYPE": rows.rounding(rstd_dtype),
+        "UNIT_DTYPE": rows.rounding(unit_dtype),
     }
     cut = settle(cut, arguments, constants, device)
     launch(cut, triton.cdiv(M, cut.constants["ROWS"]), arguments, constants)

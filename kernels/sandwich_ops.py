@@ -145,6 +145,7 @@ def _resolve(x, residual, weight1, attributes: dict) -> dict:
     found = {"norm_dtype1": one.pop("out_dtype"), "out_dtype": two.pop("out_dtype")}
     found["swapped"] = attributes.get("swapped", False)
     for i, norm in ((1, one), (2, two)):
+        norm.pop("rstd_dtype")  # these norms do not round it
         found |= {f"{name}{i}": value for name, value in norm.items()}
     return found
 

@@ -2,34 +2,93 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
+from torch import fx
 
 import fxfuse.kernels.ops  # noqa: F401  (defines the op)
-from fxfuse.match import Bound, Call, Decline, named, same_shape, var
+from fxfuse.match import (
+    Bound,
+    Call,
+    Decline,
+    Term,
+    Viewed,
+    known_equal,
+    maybe_cast,
+    named,
+    reshaped,
+    same_shape,
+    upcast,
+    var,
+)
+from fxfuse.patterns.near_norms import near_sum
 from fxfuse.patterns.norms import Norm, numerics, rms_norm_of, saved_rstd
 from fxfuse.registry import pattern
 
-total = named("h", var("x") + var("residual"))
+# Two halves are often added up in fp32 and rounded at once, which is what their plain sum does.
+total = named(
+    "h",
+    maybe_cast(
+        upcast(var("x"), "x_cast", or_not=True)
+        + upcast(var("residual"), "residual_cast", or_not=True),
+        "sum_cast",
+    ),
+)
+# The sum, or a view of it.
+rows = named("rows", reshaped(total))
+
+# What hands a sum on, part by part.
+_LINEAR = ("add", "cast", "detach", "same", "view")
 
 
-@pattern("add_rms_norm", rms_norm_of(total), keep=("h",), size=2)
+@pattern("add_rms_norm", rms_norm_of(rows), keep=("h",), size=2, near_miss=near_sum)
 def build(b: Bound) -> Call | Decline | None:
     """Residual add and RMSNorm over the last dimension; the sum stays available."""
-    problem = add_problem(b, "x", "residual")
+    if b.facts.value(b.h) is None and any(map(b.has, ("x_cast", "residual_cast", "sum_cast"))):
+        return None  # what is added in which dtype is not known
+    if _rows_are_other_rows(b):
+        return None
+    problem = add_problem(b, "x", "residual") or residual_problem(b, "x", "residual")
     if problem:
         return b.decline(problem)
-    norm = Norm(b)
-    attributes = numerics(norm)
+    if b.has("sum_cast") and b.is_read_outside(b.view.term(b.sum_cast).args[0]):
+        return b.decline("the sum is read before it is cast, too: it stays outside")
+    norm = Norm(b, of="rows")
+    attributes = numerics(norm, rounds_rstd=True)
     if not isinstance(attributes, dict):
         return attributes
     ops, operands = torch.ops.fxfuse, (b.x, b.residual, norm.weight)
+    y = _viewed_as_rows(b, attributes)
     rstd = saved_rstd(norm, attributes)
+    if y is None or (rstd and y != "y"):
+        return None
     if rstd:
         op = ops.add_rms_norm_fwd.default
         return b.call(op, *operands, outputs=("y", "h", rstd), **attributes)
     return b.call(
-        ops.add_rms_norm.default, *operands, outputs=("y", "h"), saves=(norm.weight,), **attributes
+        ops.add_rms_norm.default, *operands, outputs=(y, "h"), saves=(norm.weight,), **attributes
     )
+
+
+def _rows_are_other_rows(b: Bound) -> bool:
+    """Whether the sum is viewed with another last dimension before it is normed."""
+    if b.rows is b.h:
+        return False
+    shapes = b.shape("h"), b.shape("rows")
+    return None in shapes or not all(shapes) or not known_equal(shapes[0][-1], shapes[1][-1])
+
+
+def _viewed_as_rows(b: Bound, attributes: dict) -> str | Viewed | None:
+    """The result y of the op in the shape that the graph has it in; None if there is none."""
+    if b.rows is b.h:
+        return "y"
+    sizes = [size if isinstance(size, int) else -1 for size in b.shape("rows")]
+    if sizes.count(-1) > 1:
+        return None
+    dtype = getattr(torch, attributes["out_dtype"])
+    value = b.facts.value(b.h).new_empty(b.shape("h"), dtype=dtype)
+    return Viewed("y", torch.ops.aten.reshape.default, (sizes,), value)
 
 
 def add_problem(b: Bound, branch: str, residual: str) -> str | None:
@@ -43,3 +102,64 @@ def add_problem(b: Bound, branch: str, residual: str) -> str | None:
     if None not in dtypes and torch.promote_types(*dtypes[:2]) != dtypes[2]:
         return f"the add returns {dtypes[2]}, which is not what promotion gives"
     return None
+
+
+def residual_problem(b: Bound, one: str, other: str) -> str | None:
+    """Why h is known to be no residual stream, or None.
+
+    A stream is added to again or returned, comes from outside, or leads to the branch that is added
+    to it. Rotated queries and the experts of a layer are added up for the norm alone.
+    """
+    others = [u for u in b.readers_outside(b.h) if not _asks_for_dtype(b, u)]
+    if others and all(b.view.term(reader).word == "sub" for reader in others):
+        return "this sum is only compared with another tensor after it: it is no residual stream"
+    if others:
+        return None
+    ours, theirs = (tuple(_parts(b, b.get(name))) for name in (one, other))
+    if any(node.op == "placeholder" for node in ours + theirs):
+        return None
+    if any(_leads(a, z) or _leads(z, a) for a in ours for z in theirs):
+        return None
+    return (
+        "only the norm reads this sum, and neither part of it leads to the other: it is no "
+        "residual stream"
+    )
+
+
+def _asks_for_dtype(b: Bound, reader: fx.Node) -> bool:
+    """Whether a node only asks for the dtype or a size of h, as `y.type_as(h)` does."""
+    if reader.target is getattr or reader.target in ("size", "dim", "numel"):
+        return True
+    term = b.view.term(reader)
+    return term.word == "cast" and term.args[0] is not b.h
+
+
+def _parts(b: Bound, operand: object) -> Iterator[fx.Node]:
+    """What an operand is the sum of, also behind factors that are the same for all rows."""
+    if not isinstance(operand, fx.Node):
+        return
+    yield operand
+    term = b.view.see(operand)
+    inner = term.args if term is not None and term.word in _LINEAR else ()
+    if term is not None and term.word in ("mul", "div"):
+        inner = [a for a, factor in zip(term.args, term.args[::-1]) if _is_factor(b, factor)]
+    for part in inner:
+        yield from _parts(b, part)
+
+
+def _is_factor(b: Bound, operand: object) -> bool:
+    shape = b.facts.shape(operand)
+    return not isinstance(operand, (fx.Node, Term)) or (shape is not None and len(shape) < 2)
+
+
+def _leads(source: fx.Node, target: fx.Node) -> bool:
+    """Whether `target` is computed from `source`, at whatever distance."""
+    found, waiting = {target}, [target]
+    while waiting:
+        for node in waiting.pop().all_input_nodes:
+            if node is source:
+                return True
+            if node not in found and source < node:
+                found.add(node)
+                waiting.append(node)
+    return False

@@ -47,7 +47,11 @@ def _sum(b: Bound, node: fx.Node, room: int) -> _Sum:
         viewed = [_view(b, term, node) for term in inner.terms]
         return _Sum(viewed, [node, *inner.nodes]) if inner.nodes else _Sum([node])
     term = b.view.term(node)
-    if term.word != "add" or not all(_is_like(b, operand, node) for operand in term.args):
+    if (
+        term.word != "add"
+        or term.flaw
+        or not all(_is_like(b, operand, node) for operand in term.args)
+    ):
         return _Sum([node])
     sums = []
     for one, other in (term.args, term.args[::-1]):

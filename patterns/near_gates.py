@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from fxfuse.match import Bound, Decline, Expr, Fusion, View, maybe_cast, upcast, var, word
+from fxfuse.match import Bound, Decline, Expr, Fusion, Term, View, maybe_cast, upcast, var, word
 from fxfuse.patterns.norms import Norm, rms_norm_of, weight_problem
 
 normed = upcast(rms_norm_of(var("h")))
@@ -18,6 +18,9 @@ def _unlike(reason: str, expression: Expr) -> Fusion:
     """A pattern that fits what must not be fused, and says why."""
 
     def build(b: Bound) -> Decline | None:
+        shape = b.shape("gate")
+        if shape is not None and len(shape) < 2:
+            return None  # one value for each column is a weight
         return None if weight_problem(Norm(b)) else b.decline(reason)
 
     return Fusion(reason, expression, build)
@@ -59,4 +62,17 @@ def rounded_silu(view: View, node: fx.Node) -> str | None:
         return None
     factors = [view.see(factor) for factor in term.args]
     flaws = [f.flaw for f in factors if f is not None and f.word == "silu" and f.flaw]
-    return flaws[0] if flaws else None
+    return flaws[0] if flaws else _scaled_sigmoid(view, term)
+
+
+def _scaled_sigmoid(view: View, product: Term) -> str | None:
+    """Of g * sigmoid(c * g)."""
+    for gate, factor in (product.args, product.args[::-1]):
+        sigmoid = view.see(factor)
+        inner = view.see(sigmoid.args[0]) if sigmoid and sigmoid.word == "sigmoid" else None
+        if inner is not None and inner.word == "mul" and gate in inner.args:
+            other = inner.args[1] if inner.args[0] is gate else inner.args[0]
+            scale = view.facts.number(other)
+            if scale is not None:
+                return f"its sigmoid is of its gate times {scale:g}: that is no silu"
+    return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 
 from fxfuse.match import (
@@ -15,19 +16,36 @@ from fxfuse.match import (
     upcast,
     var,
 )
+from fxfuse.patterns.centred import CENTRED, is_centred, stripped
 from fxfuse.patterns.norms import Norm, rms_norm_of, weight_problem
+
+_DEVIATION = "it divides by a standard deviation, not by the root of a mean of squares"
+_VECTOR_NORM = "it divides by a vector norm, not by the root of a mean of squares"
+_EPS_OUTSIDE = "its eps is added outside of the root"
+_CLAMPED = "its root is clamped, where an eps is added to the mean of squares in an RMSNorm"
+_UNUSED = "the root of the mean of squares does not scale the tensor that it is made of"
+_OTHER = "what it scales is not the tensor whose squares are averaged"
+_CLAMPS = ("clamp", "clamp_min", "maximum", "max")
 
 
 def near_miss(view: View, node: fx.Node) -> str | None:
-    """Why a whole norm, or the root of a mean of squares, is no RMSNorm; None for other nodes."""
+    """Why a whole norm, or what a tensor is divided by, is no RMSNorm; None for other nodes."""
     term = view.term(node)
     if term.word == "rms_norm":
         return term.flaw or "it is not in a form that the op computes"
+    if term.word == "unit_length":
+        return _VECTOR_NORM
+    if term.word == "std":
+        return _DEVIATION if _divides(view, node) else None
     if term.word not in ("rsqrt", "sqrt"):
         return None
-    below = _mean_square(view, term)
+    below = _under_root(view, term)
     if below is None:
         return None
+    if below.word == "var":
+        return _DEVIATION if term.word == "rsqrt" or _divides(view, node) else None
+    if below.word == "sum" and node in below.nodes:
+        return _VECTOR_NORM if _divides(view, node) else None
     if below.flaw:
         return below.flaw
     if below.word == "sum":
@@ -35,34 +53,91 @@ def near_miss(view: View, node: fx.Node) -> str | None:
     return _product_problem(view, node, below)
 
 
-def _mean_square(view: View, root: Term) -> Term | None:
-    """The mean, or sum, of squares under a root, with or without an eps added to it."""
+def _under_root(view: View, root: Term) -> Term | None:
+    """The variance, mean or sum of squares under a root, with or without an eps added to it."""
     below = view.see(root.args[0])
     if below is not None and below.word == "add":
         terms = (t for t in map(view.see, below.args) if t is not None)
-        below = next((t for t in terms if t.word in ("mean", "sum")), None)
-    if below is None or below.word not in ("mean", "sum"):
+        below = next((t for t in terms if t.word in ("mean", "sum", "var")), None)
+    if below is None or below.word not in ("mean", "sum", "var"):
         return None
     inner = view.see(below.args[0])
-    return below if inner is not None and inner.word == "square" else None
+    squares = below.word == "var" or (inner is not None and inner.word == "square")
+    return below if squares else None
+
+
+def _divides(view: View, node: fx.Node) -> bool:
+    """Whether a tensor is divided by a node, with or without an eps added to it or a clamp."""
+    for user in node.users:
+        term = view.term(user)
+        if (term.word == "div" and term.args[1] is node) or term.word in ("reciprocal", "rsqrt"):
+            return True
+        if term.word == "mul" and any(isinstance(a, Term) and node in a.nodes for a in term.args):
+            return True
+        passes = (
+            term.word in ("cast", "expand", "same")
+            or _kind(user) in _CLAMPS
+            or _adds_number(view, term)
+        )
+        if passes and _divides(view, user):
+            return True
+    return False
+
+
+def _adds_number(view: View, term: Term) -> bool:
+    return term.word == "add" and any(view.facts.number(a) is not None for a in term.args)
+
+
+def _kind(node: fx.Node) -> str:
+    """The name of what a node calls."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.name.removeprefix("aten::")
+    return target if isinstance(target, str) else getattr(target, "__name__", "")
 
 
 def _product_problem(view: View, node: fx.Node, below: Term) -> str:
-    source = _stripped(view, view.see(below.args[0]).args[0])
-    products = [t for t in map(view.term, node.users) if t.word == "mul"]
+    source = stripped(view, view.see(below.args[0]).args[0])
+    if is_centred(view, source):
+        return CENTRED
+    readers = list(node.users)
+    for reader in readers:
+        readers += reader.users if view.term(reader).word in ("cast", "expand", "same") else ()
+    terms = [view.term(reader) for reader in readers]
+    if any(_adds_number(view, term) for term in terms):
+        return _EPS_OUTSIDE
+    if any(_kind(reader) in _CLAMPS for reader in readers):
+        return _CLAMPED
+    products = [t for t in terms if t.word == "mul"]
     if not products:
-        return "the root of the mean of squares does not scale the tensor that it is made of"
-    if all(source is not _stripped(view, a) for t in products for a in t.args):
-        return "what it scales is not the tensor whose squares are averaged"
+        return _UNUSED
+    if all(source is not stripped(view, a) for t in products for a in t.args):
+        return _OTHER
     return "its parts do not combine to a form of RMSNorm that fxfuse knows"
 
 
-def _stripped(view: View, operand: object) -> object:
-    term = view.see(operand)
-    while term is not None and term.word in ("cast", "same"):
-        operand = term.args[0]
-        term = view.see(operand)
-    return operand
+def near_sum(view: View, node: fx.Node) -> str | None:
+    """Why a sum that a norm reads, perhaps after one more step, is not taken in, or None."""
+    term = view.term(node)
+    if term.word not in ("add", "cast", "mul", "div") or not _is_normed(view, node):
+        return None
+    if term.word == "add":
+        return f"{term.flaw}: the sum stays outside" if term.flaw else None
+    sums = [t for t in map(view.see, term.args) if t is not None and t.word == "add"]
+    if not any(all(isinstance(a, fx.Node) for a in t.args) for t in sums):
+        return None
+    if term.word == "cast":
+        return "the sum is cast before it is normed: it stays outside"
+    return "the sum is scaled before it is normed: it stays outside"
+
+
+def _is_normed(view: View, node: fx.Node) -> bool:
+    """Whether the squares of a node are taken, or a norm in one piece."""
+    words = [view.term(user).word for user in node.users]
+    casts = [u for u, word in zip(node.users, words) if word == "cast"]
+    return any(word in ("square", "rms_norm") for word in words) or any(
+        view.term(user).word == "square" for cast in casts for user in cast.users
+    )
 
 
 def _no_second_norm(b: Bound) -> Decline | None:
@@ -70,8 +145,10 @@ def _no_second_norm(b: Bound) -> Decline | None:
     if weight_problem(Norm(b, of="x")) or (other is not None and other.word == "silu"):
         return None
     shapes = b.shape("normed"), b.shape("other")
-    if None not in shapes and not same_shape(*shapes):
+    if shapes[1] is not None and len(shapes[1]) < 2:
         return None  # a bias
+    if None not in shapes and not same_shape(*shapes):
+        return None
     return b.decline(
         "its norm comes before the add, and no norm of the sum follows: only the norm itself can "
         "be fused"

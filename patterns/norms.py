@@ -25,6 +25,7 @@ from fxfuse.match import (
     var,
     word,
 )  # fmt: skip
+from fxfuse.patterns.centred import CENTRED, is_centred
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 HALVES = FLOATS[:2]
@@ -51,12 +52,16 @@ def rms_norm_of(h: Expr, prefix: str = "", views: bool = False) -> Expr:
     scale = part("scale", upcast(shifted) | weight)
 
     scaled = upcast(h, prefix + "scaled_cast")
-    unit = part("unit", scaled * rstd)
+    root = maybe_cast(rstd, prefix + "rstd_cast") | word("expand", rstd)
+    unit = part("unit", scaled * root)
     whole = part("whole", word("rms_norm", upcast(h, prefix + "whole_cast"),
                                upcast(var(prefix + "inner_weight", optional=True)),
                                scalar(prefix + "eps", optional=True)))  # fmt: skip
     product = part("product", viewed(maybe_cast(viewed(unit), prefix + "unit_cast")) * scale)
-    weight_first = part("product", part("weighted", scaled * scale) * rstd)
+    weight_first = part(
+        "product",
+        part("weighted", scaled * scale) * rstd | scaled * part("weighted", rstd * scale),
+    )
     whole_product = part("product", viewed(whole) * scale)
     return part(
         "normed",
@@ -101,21 +106,26 @@ class Norm:
         return self.node("weight" if self.has("product") else "inner_weight")
 
 
-def numerics(norm: Norm) -> dict | Decline | None:
+def numerics(norm: Norm, rounds_rstd: bool = False) -> dict | Decline | None:
     """The attributes of the op: eps, weight_offset and the dtypes between which the graph rounds.
 
-    None where the match should be tried in another way (a cast that has to stay outside, `1 + w`
-    that is rounded before it is used).
+    rounds_rstd: whether the op can round rstd before it scales. None where the match should be
+    tried in another way (a cast that has to stay outside, `1 + w` that is rounded before it is
+    used).
     """
     if norm.has("whole") and norm.has("inner_weight") and norm.has("product"):
         return None
-    problem = weight_problem(norm)
+    if is_centred(norm.b.view, norm.node("h")):
+        return Decline(CENTRED)
+    known = norm.b.facts.value(norm.node("h")) is not None
+    problem = (known and _dtype_problem(norm)) or weight_problem(norm)
     if problem:
         return Decline(problem)
-    known = norm.b.facts.value(norm.node("h")) is not None
     dtypes = _from_metadata(norm) if known else _without_metadata(norm)
     if not isinstance(dtypes, dict):
         return dtypes
+    if not rounds_rstd and dtypes.pop("rstd_dtype"):
+        return None
     eps = norm.number("eps", None if norm.has("whole") else 0.0)
     return {
         "eps": None if eps is None else float(eps),
@@ -177,16 +187,15 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def _from_metadata(norm: Norm) -> dict | Decline | None:
-    if norm.dtype("h") not in FLOATS:
-        return Decline(f"its input is {name_of(norm.dtype('h'))}, not a floating-point tensor")
-    whole_input = norm.dtype("whole_cast") or norm.dtype("h")
-    compute = norm.dtype("rstd") if norm.has("rstd") else opmath(whole_input)
-    problem = _statistic_problem(norm, compute)
-    if problem:
-        return Decline(problem)
+    compute = _compute_dtype(norm)
     if norm.has("shifted") and norm.dtype("shifted") != compute:
         return None
+    rstd = _rounded_rstd(norm, compute)
     unit = norm.dtype("unit_cast") or (norm.dtype("whole") if norm.has("product") else None)
+    if rstd and norm.dtype("unit") != compute:
+        if unit is not None:
+            return None  # it would be rounded twice
+        unit = norm.dtype("unit")
     if norm.has("product") and norm.dtype("product") != _promoted(norm, unit or compute, compute):
         return None
     inner = norm.dtype("product") or norm.dtype("unit") or norm.dtype("whole")
@@ -195,9 +204,22 @@ def _from_metadata(norm: Norm) -> dict | Decline | None:
         return None
     return {
         "compute_dtype": name_of(compute),
+        "rstd_dtype": rstd,
         "unit_dtype": name_of(unit) if unit not in (None, compute) else "",
         "out_dtype": name_of(out),
     }
+
+
+def _compute_dtype(norm: Norm) -> torch.dtype:
+    whole_input = norm.dtype("whole_cast") or norm.dtype("h")
+    return norm.dtype("rstd") if norm.has("rstd") else opmath(whole_input)
+
+
+def _dtype_problem(norm: Norm) -> str | None:
+    """Why the dtypes of the graph are none that the op computes in, or None."""
+    if norm.dtype("h") not in FLOATS:
+        return f"its input is {name_of(norm.dtype('h'))}, not a floating-point tensor"
+    return _statistic_problem(norm, _compute_dtype(norm))
 
 
 def _promoted(norm: Norm, unit: torch.dtype, compute: torch.dtype) -> torch.dtype:
@@ -213,10 +235,17 @@ def _statistic_problem(norm: Norm, compute: torch.dtype) -> str | None:
         return UNKNOWN
     if compute in HALVES:
         return f"its statistic is rounded to {name_of(compute)}, the fused op keeps it in float32"
-    for step in ("square", "mean", "unit", "weighted"):
+    steps = ("square", "mean", "weighted") + (() if _rounded_rstd(norm, compute) else ("unit",))
+    for step in steps:
         if norm.has(step) and norm.dtype(step) != compute:
             return f"its {step} is {name_of(norm.dtype(step))} where its root is {name_of(compute)}"
     return None
+
+
+def _rounded_rstd(norm: Norm, compute: torch.dtype) -> str:
+    """The dtype that rstd is rounded to before it scales, "" if it is not."""
+    dtype = norm.dtype("rstd_cast")
+    return "" if dtype in (None, compute) else name_of(dtype)
 
 
 def opmath(dtype: torch.dtype) -> torch.dtype:
@@ -234,7 +263,13 @@ def _without_metadata(norm: Norm) -> dict | Decline | None:
     if norm.has("whole"):
         return _whole_without_metadata(norm)
     compute = _cast_dtype(norm, "statistic_cast") or norm.own
-    if compute is None or compute != (_cast_dtype(norm, "scaled_cast") or norm.own):
+    scaled, rstd = _cast_dtype(norm, "scaled_cast"), _cast_dtype(norm, "rstd_cast")
+    if None in (compute, rstd):
+        return Decline(UNKNOWN)
+    rstd = "" if rstd == compute else rstd
+    if rstd and (scaled or rstd != norm.own or norm.has("unit_cast") or norm.has("product")):
+        return Decline(UNKNOWN)  # only x * rstd.to(x.dtype) is the same in all dtypes
+    if not rstd and compute != (scaled or norm.own):
         return Decline(UNKNOWN)
     if compute == "input" and not _plain(norm):
         return Decline(UNKNOWN)
@@ -243,13 +278,14 @@ def _without_metadata(norm: Norm) -> dict | Decline | None:
     unit, out = _cast_dtype(norm, "unit_cast"), _cast_dtype(norm, "out_cast")
     if None in (unit, out):
         return Decline(UNKNOWN)
-    unit = "" if unit == compute else unit
+    unit = rstd or ("" if unit == compute else unit)
     if unit and out:
         return None
     if norm.has("weight_cast") and not _multiplies_in(norm, compute, unit):
         return None
     return {
         "compute_dtype": compute,
+        "rstd_dtype": rstd,
         "unit_dtype": unit,
         "out_dtype": out,
     }
@@ -267,6 +303,7 @@ def _whole_without_metadata(norm: Norm) -> dict | Decline | None:
     scaled = norm.has("product")
     return {
         "compute_dtype": compute,
+        "rstd_dtype": "",
         "unit_dtype": returned if scaled else "",
         "out_dtype": "" if scaled else returned,
     }

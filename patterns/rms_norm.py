@@ -15,7 +15,7 @@ from fxfuse.registry import pattern
 def build(b: Bound) -> Call | Decline | None:
     """RMSNorm over the last dimension."""
     norm = Norm(b)
-    attributes = numerics(norm)
+    attributes = numerics(norm, rounds_rstd=True)
     if not isinstance(attributes, dict):
         return attributes
     ops = torch.ops.fxfuse

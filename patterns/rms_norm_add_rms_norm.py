@@ -7,7 +7,7 @@ from torch import fx
 
 import fxfuse.kernels.ops  # noqa: F401  (defines the op)
 from fxfuse.match import Bound, Call, Decline, named, same_shape, upcast, var
-from fxfuse.patterns.add_rms_norm import add_problem
+from fxfuse.patterns.add_rms_norm import add_problem, residual_problem
 from fxfuse.patterns.near_norms import post_norm
 from fxfuse.patterns.norms import UNKNOWN, Norm, numerics, rms_norm_of
 from fxfuse.registry import pattern
@@ -22,6 +22,7 @@ def build(b: Bound) -> Call | Decline | None:
     if _is_sum(b, b.x):
         return None  # then add_rms_norm twice takes both adds
     problem = add_problem(b, "first_normed", "residual")
+    problem = problem or residual_problem(b, "x", "residual")
     if problem:
         return b.decline(problem)
     if b.has("first_normed_cast") and b.facts.value(b.h) is None:

@@ -9,7 +9,8 @@ from torch import fx, nn
 
 import fxfuse
 from fxfuse.errors import BadExampleInputs
-from tests.engine.test_guard import N, check, inputs, reasons, rms
+from tests.dialects import DIALECTS, compiled
+from tests.engine.test_guard import N, check, flat, inputs, reasons, rms
 
 
 class Leaf(nn.Module):
@@ -377,3 +378,96 @@ def test_what_an_out_argument_returns_is_no_fresh_tensor():
     args = [torch.randn(4, 8) for _ in range(3)]
     gm = fxfuse.apply(fx.symbolic_trace(model), args)
     torch.testing.assert_close(gm(*args), model(*args))
+
+
+# ---- a wider copy that is edited before it is normed: the op must not read the narrow one --------
+
+
+def zeroed(h):
+    h[:, 1:].zero_()
+
+
+def clamped(h):
+    h.clamp_(-0.5, 0.5)
+
+
+def added_to(h):
+    h[:, 1:].add_(1)
+
+
+def filled(h):
+    h.select(-1, 3).fill_(2)
+
+
+def written_before(edit):
+    def model(x, r):
+        h = x.float()
+        edit(h)
+        return rms(h, torch.ones(N)), r
+
+    return model
+
+
+def written_between(edit):
+    def model(x, r):
+        h = x.float()
+        root = torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)
+        edit(h.view(h.shape))
+        return h * root, r
+
+    return model
+
+
+def sum_copied_and_written(edit):
+    def model(x, r):
+        s = x + r
+        h = s.float()
+        edit(h)
+        return rms(h, torch.ones(N)), s
+
+    return model
+
+
+def gate_copied_and_written(edit):
+    def model(x, r):
+        g = r.float()
+        edit(g)
+        return x.float() * torch.nn.functional.silu(g), r
+
+    return model
+
+
+def source_written_after_the_copy(edit):
+    def model(x, r):
+        x = x * 1
+        h = x.float()
+        edit(x)
+        return rms(h, torch.ones(N)), h, x
+
+    return model
+
+
+@pytest.mark.parametrize("dialect", ["symbolic_trace", "export", "make_fx", "dynamo"])
+@pytest.mark.parametrize("edit", [zeroed, clamped, added_to, filled], ids=lambda e: e.__name__)
+@pytest.mark.parametrize(
+    "make",
+    [written_before, written_between, sum_copied_and_written, gate_copied_and_written,
+     source_written_after_the_copy],
+    ids=lambda m: m.__name__,
+)  # fmt: skip
+def test_a_wider_copy_that_is_written(make, edit, dialect):
+    class Model(nn.Module):
+        def forward(self, x, r):
+            return make(edit)(x, r)
+
+    def operands():
+        generator = torch.Generator().manual_seed(0)
+        return tuple(torch.randn(4, N, generator=generator).bfloat16() for _ in range(2))
+
+    if dialect == "dynamo":
+        found, _ = compiled(Model(), operands())
+    else:
+        gm = fxfuse.apply(DIALECTS[dialect](Model(), operands()), operands())
+        found = gm(*operands())
+    for got, want in zip(flat(found), Model()(*operands())):
+        torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-2)

@@ -41,7 +41,7 @@ def word_of(function, args=None):
                       lambda x, y: torch.rms_norm(x, (4,), y, 1e-6)]),
         ("same", [lambda x, y: x * 1, lambda x, y: 1.0 * x]),
         ("power", [lambda x, y: x**3, lambda x, y: x.pow(1.0)]),
-        ("opaque", [lambda x, y: torch.add(x, y, alpha=2), lambda x, y: x - y,
+        ("opaque", [lambda x, y: torch.rsub(x, y),
                     lambda x, y: x.to("cpu"), lambda x, y: x**y, lambda x, y: x // y,
                     lambda x, y: torch.div(x, y, rounding_mode="floor")]),
     ],

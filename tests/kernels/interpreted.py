@@ -51,7 +51,7 @@ def norm(h, weight, offset, unit_dtype=None):
     return unit if weight is None else unit * (offset + weight.double())
 
 
-def forward(x, residual, weight, *, offset=0.0, unit_dtype=None, out_dtype=None):
+def forward(x, residual, weight, *, offset=0.0, rstd_dtype=None, unit_dtype=None, out_dtype=None):
     out_dtype = out_dtype or x.dtype
     return kernels.forward(
         x,
@@ -59,6 +59,7 @@ def forward(x, residual, weight, *, offset=0.0, unit_dtype=None, out_dtype=None)
         weight,
         eps=EPS,
         weight_offset=offset,
+        rstd_dtype=rstd_dtype,
         unit_dtype=unit_dtype,
         out_dtype=out_dtype,
     )
@@ -168,6 +169,15 @@ def test_unit_is_rounded_before_the_weight(N):
     eager = (x.float() * rstd[:, None]).to(FP16) * weight
     assert torch.equal(rounded, eager)
     assert not torch.equal(rounded, forward(x, None, weight)[0])
+
+
+@pytest.mark.parametrize("N", (64, 1000, 4096, WIDE["forward"][0]))
+def test_rstd_is_rounded_before_it_scales(N):
+    x = normal(5, N, dtype=FP16)
+    y, _, rstd = forward(x, None, None, rstd_dtype=FP16, unit_dtype=FP16)
+    assert torch.equal(y, x * rstd[:, None].half())
+    assert rstd.dtype == FP32 and not torch.equal(rstd, rstd.half().float())
+    assert not torch.equal(y, forward(x, None, None, unit_dtype=FP16)[0])
 
 
 def test_unit_rounded_then_a_wider_weight():
@@ -492,7 +502,7 @@ def test_programs_share_the_rows_evenly(N, M):
 
 
 def unfit(x, residual=None, weight=None, compute_dtype=FP32, unit_dtype=None):
-    return kernels.unfit(x, residual, weight, compute_dtype=compute_dtype, unit_dtype=unit_dtype)
+    return kernels.unfit(x, residual, weight, compute_dtype=compute_dtype, dtypes=[unit_dtype])
 
 
 @pytest.mark.parametrize(
