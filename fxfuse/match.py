@@ -12,6 +12,7 @@ has bound.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from fxfuse.errors import BadPattern
 from fxfuse.facts import Facts, known_equal, same_shape
 from fxfuse.term import Attr, Term, ViewLike, spelt
 from fxfuse.view import View
@@ -520,6 +522,24 @@ class Fusion:
     @functools.cached_property
     def needs(self) -> set[frozenset[str]]:
         return self.expression.needs()
+
+    def built(self, b: Bound) -> Call | Decline | None:
+        """What `build` returns; raises BadPattern where it raises anything."""
+        with self._named("build"):
+            return self.build(b)
+
+    def looks_like(self, view: View, node: fx.Node) -> str | None:
+        """What `near_miss` returns; raises BadPattern where it raises anything."""
+        with self._named("near_miss"):
+            return self.near_miss(view, node) if self.near_miss else None
+
+    @contextlib.contextmanager
+    def _named(self, part: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            problem = f"its {part} raised {type(error).__name__}: {error}"
+            raise BadPattern(pattern=self.name, problem=problem) from error
 
     def ways(self, view: View, node: fx.Node) -> Iterator[Bound]:
         """Each way in which the pattern fits with `node` as its last node."""

@@ -72,7 +72,7 @@ class Refusals:
         if node.op in ("placeholder", "output", "get_attr"):
             return
         for fusion in self.fusions:
-            reason = fusion.near_miss(self.view, node) if fusion.near_miss else None
+            reason = fusion.looks_like(self.view, node)
             if reason:
                 yield fusion, reason
 

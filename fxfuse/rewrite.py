@@ -162,7 +162,7 @@ class _Rewrite:
         return None
 
     def _judge(self, fusion: Fusion, bound: Bound) -> _Plan | None:
-        call = fusion.build(bound)
+        call = fusion.built(bound)
         if call is None:
             return None
         if isinstance(call, Decline):

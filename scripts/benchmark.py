@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from long_graphs import long_graph
 from op_cases import CASES, Case
 from step_memory import Memory, of_step
 from tabulate import tabulate
@@ -240,6 +241,19 @@ def matching() -> Limit:
     )
 
 
+def long_graphs(nodes: int, fuses: bool) -> Limit:
+    """Matching and rewriting a graph with norms and gates, or one without, the median of five."""
+    graph = long_graph(nodes, fuses)
+    seconds, sites = [], 0
+    for _ in range(5):
+        report = fxfuse.apply(copy.deepcopy(graph)).meta["fxfuse"]
+        seconds.append(report.seconds)
+        sites = len(report.matches)
+    limit = (100 if fuses else 20) * nodes / 1000
+    label = f"match {len(graph.graph.nodes)} nodes, {sites} sites"
+    return Limit(label, 1e3 * statistics.median(seconds), limit, "ms")
+
+
 def small_llama(layers: int) -> tuple[torch.nn.Module, Tensor]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -350,6 +364,11 @@ ROWS = {
         f"memory_{block}_{short}": functools.partial(memory, block, dtype)
         for block in BLOCKS
         for short, dtype in DTYPES.items()
+    },
+    **{
+        f"{prefix}_{nodes}_nodes": functools.partial(long_graphs, nodes, fuses)
+        for prefix, fuses in (("matching", True), ("no_candidates", False))
+        for nodes in (1000, 3000, 10000, 30000)
     },
     **{
         row.__name__: row

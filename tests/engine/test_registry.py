@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import textwrap
 
 import pytest
@@ -11,7 +12,7 @@ from torch import fx
 import fxfuse
 from fxfuse import registry
 from fxfuse.errors import BadPattern
-from fxfuse.match import square, var
+from fxfuse.match import Fusion, square, var
 
 
 @pytest.fixture(autouse=True)
@@ -69,3 +70,15 @@ def test_bad_files(tmp_path, text, problem):
         registry.load_file(file)
     with pytest.raises(BadPattern, match="no such file"):
         registry.load_file(tmp_path / "missing.py")
+
+
+def test_a_pattern_that_raises_is_named():
+    def fails(b):
+        raise KeyError("width")
+
+    fusion = Fusion("mine", square(var("x")), fails)
+    with pytest.raises(BadPattern, match="'mine' cannot be used: its build raised KeyError"):
+        fxfuse.apply(fx.symbolic_trace(lambda x: x * x), patterns=[fusion])
+    near = dataclasses.replace(fusion, build=lambda b: None, near_miss=lambda view, node: 1 / 0)
+    with pytest.raises(BadPattern, match="its near_miss raised ZeroDivisionError"):
+        fxfuse.apply(fx.symbolic_trace(lambda x: x * x), patterns=[near])
