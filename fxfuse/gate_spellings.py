@@ -51,8 +51,15 @@ _activation("exp", torch.exp, ".exp", aten.exp.default)
 
 
 def is_fresh(view: ViewLike, x: object) -> bool:
-    """True for a tensor that has memory of its own and one user."""
-    return isinstance(x, fx.Node) and len(x.users) == 1 and view.memory.allocates(x)
+    """True for a tensor that has memory of its own and one user, written in place or not."""
+    while isinstance(x, fx.Node) and len(x.users) == 1:
+        if view.memory.allocates(x):
+            return True
+        written = [write.target for write in view.memory.writes_of(x)]
+        if len(written) != 1 or written[0] is not (x.args or (None,))[0]:
+            return False
+        x = written[0]
+    return False
 
 
 # ---- products with a sigmoid --------------------------------------------------------------------

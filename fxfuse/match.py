@@ -347,13 +347,14 @@ class Upcast(Expr):
     def match(self, operand: object, b: Bound) -> Iterator[None]:
         mark = b.mark()
         term = b.view.see(operand)
-        first = operand
-        while term is not None and term.word == "cast" and _keeps(b.facts, term):
+        first, cast = operand, None
+        while term is not None and (term.word == "same" or _keeps(b.facts, term)):
             b.nodes.extend(term.nodes)
+            cast = cast or (term.nodes[0] if term.word == "cast" else None)
             operand = term.args[0]
             term = b.view.see(operand)
-        if operand is not first and self.name and self.name not in b.names:
-            b.bind(self.name, first)
+        if cast is not None and self.name and self.name not in b.names:
+            b.bind(self.name, cast)
         yield from self.inner.match(operand, b)
         b.undo(mark)
         if self.or_not and operand is not first:
@@ -424,7 +425,9 @@ _WIDER = {
 
 
 def _keeps(facts: Facts, cast: Term) -> bool:
-    """True if a cast loses no bits; of an unknown dtype only one to fp32 or fp64 is taken so."""
+    """True of a cast that loses no bits; of an unknown dtype only to fp32 or fp64 is one."""
+    if cast.word != "cast":
+        return False
     source, target = facts.dtype(cast.args[0]), cast.dtype
     if source is None:
         return target in (torch.float32, torch.float64)

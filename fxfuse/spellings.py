@@ -32,6 +32,7 @@ _IN_PLACE = {
     operator.iadd, operator.imul, operator.itruediv, operator.ipow,
     aten.add_.Tensor, aten.add_.Scalar, aten.mul_.Tensor, aten.mul_.Scalar,
     aten.div_.Tensor, aten.div_.Scalar, aten.pow_.Scalar,
+    aten.rsqrt_.default, aten.sqrt_.default, aten.reciprocal_.default,
 }  # fmt: skip
 
 
@@ -102,7 +103,8 @@ def _div(view: ViewLike, node: fx.Node) -> Term:
     if below and below.word == "sqrt":
         if is_number(x) and x == 1:
             return Term("rsqrt", below.args, (node, *below.nodes))
-        return Term("mul", (x, Term("rsqrt", below.args, below.nodes)), (node,))
+        scaled = _scaled_numerator(view, node, x, below)
+        return scaled or Term("mul", (x, Term("rsqrt", below.args, below.nodes)), (node,))
     divisor = view.facts.number(y)
     mean = None
     if divisor is not None or not view.facts.is_tensor(y):
@@ -114,9 +116,12 @@ def _div(view: ViewLike, node: fx.Node) -> Term:
     return mean or silu_of_quotient(view, node, x, y) or Term("div", (x, y), (node,))
 
 
-@spelt(torch.reciprocal, ".reciprocal", aten.reciprocal.default)
+@spelt(torch.reciprocal, ".reciprocal", ".reciprocal_", aten.reciprocal.default,
+       aten.reciprocal_.default)  # fmt: skip
 def _reciprocal(view: ViewLike, node: fx.Node) -> Term:
     (x,) = arguments(node, "input|self")
+    if not _safe(view, node, x, 1):
+        return opaque(node)
     below = view.see(x)
     if below and below.word == "sqrt":
         return Term("rsqrt", below.args, (node, *below.nodes))
@@ -146,16 +151,19 @@ def _pow(view: ViewLike, node: fx.Node) -> Term:
 def _unary(word: str, *spellings: object) -> None:
     @spelt(*spellings)
     def read(view: ViewLike, node: fx.Node) -> Term:
-        return Term(word, tuple(arguments(node, "input|self")), (node,))
+        (x,) = arguments(node, "input|self")
+        return Term(word, (x,), (node,)) if _safe(view, node, x, 1) else opaque(node)
 
 
-_unary("square", torch.square, ".square", aten.square.default)
-_unary("rsqrt", torch.rsqrt, ".rsqrt", aten.rsqrt.default)
+_unary("square", torch.square, ".square", ".square_", aten.square.default)
+_unary("rsqrt", torch.rsqrt, ".rsqrt", ".rsqrt_", aten.rsqrt.default, aten.rsqrt_.default)
 
 
-@spelt(torch.sqrt, ".sqrt", aten.sqrt.default)
+@spelt(torch.sqrt, ".sqrt", ".sqrt_", aten.sqrt.default, aten.sqrt_.default)
 def _sqrt(view: ViewLike, node: fx.Node) -> Term:
     (x,) = arguments(node, "input|self")
+    if not _safe(view, node, x, 1):
+        return opaque(node)
     below = view.see(x)
     if below and below.word == "reciprocal":
         return Term("rsqrt", below.args, (node, *below.nodes))
@@ -200,7 +208,8 @@ _DROPPED = "it drops the dimension that it reduces (keepdim=False)"
 def _reduction(word: str, *spellings: object) -> None:
     @spelt(*spellings)
     def read(view: ViewLike, node: fx.Node) -> Term:
-        x, dim, keepdim, dtype = arguments(node, "input|self", "dim|axis", "keepdim", "dtype")
+        names = ("input|self", "dim|axis", "keepdim|keepdims", "dtype")
+        x, dim, keepdim, dtype = arguments(node, *names)
         flaw = _not_last(view, x, dim, word)
         if flaw is None and not keepdim:
             flaw = _DROPPED
@@ -280,6 +289,20 @@ def _root_of_mean(view: ViewLike, node: fx.Node, root: object, factor: float) ->
     return None
 
 
+def _scaled_numerator(view: ViewLike, node: fx.Node, x: object, root: Term) -> Term | None:
+    """sqrt(N) * x / sqrt(sum(y)) as x * rsqrt(mean(y))."""
+    term = view.see(x)
+    if term is None or term.word != "mul":
+        return None
+    for inner, factor in (term.args, term.args[::-1]):
+        number = view.facts.number(factor)
+        mean = _scaled_sum(view, root, number**2) if number else None
+        if mean:
+            nodes = (node, *term.nodes)
+            return Term("mul", (inner, Term("rsqrt", (mean,), root.nodes)), nodes)
+    return None
+
+
 def _scaled_sum(view: ViewLike, root: Term, divisor: float) -> Term | None:
     total = view.see(root.args[0])
     if total is None or total.word != "sum" or total.flaw or _no_mean(view, total, divisor):
@@ -291,14 +314,45 @@ def _scaled_sum(view: ViewLike, root: Term, divisor: float) -> Term | None:
        aten.norm.ScalarOpt_dim)  # fmt: skip
 def _vector_norm(view: ViewLike, node: fx.Node) -> Term:
     """The root of the sum of the squares of the last dimension."""
-    names = ("input|self|x", "p|ord", "dim", "keepdim")
-    x, order, dim, keepdim = arguments(node, *names)
-    plain = order in (None, 2, "fro") and dim is not None and keepdim is True
-    plain = plain and node.kwargs.get("dtype") is None and len(node.args) <= 4
-    if not plain or _not_last(view, x, dim, "norm"):
+    x, order, dim, keepdim = arguments(node, "input|self|x", "p|ord", "dim", "keepdim")
+    if order not in (None, 2, "fro") or dim is None or _not_last(view, x, dim, "norm"):
         return opaque(node)
-    total = Term("sum", (Term("square", (x,), (node,)),), (node,))
-    return Term("sqrt", (total,), (node,))
+    given = [a for a in (*node.args, *node.kwargs.values()) if isinstance(a, torch.dtype)]
+    if given and given[0] != view.facts.dtype(x):
+        x = Term("cast", (x,), (node,), dtype=given[0])
+    return Term("sqrt", (_sum_of_squares(node, x, keepdim is True),), (node,))
+
+
+def _sum_of_squares(node: fx.Node, x: object, keeps: bool) -> Term:
+    """What one node computes of the last dimension of x, in words."""
+    square = Term("square", (x,), (node,))
+    return Term("sum", (square,), (node,), None if keeps else _DROPPED)
+
+
+@spelt(torch.linalg.vecdot, aten.linalg_vecdot.default)
+def _vecdot(view: ViewLike, node: fx.Node) -> Term:
+    x, y, dim = arguments(node, "x", "y", "dim")
+    if x is not y or dim not in (None, -1):
+        return opaque(node)
+    return _sum_of_squares(node, x, keeps=False)
+
+
+@spelt(torch.einsum, torch.functional.einsum, aten.einsum.default)
+def _einsum(view: ViewLike, node: fx.Node) -> Term:
+    """The squares of the last dimension, summed: "...d,...d->..." of one tensor."""
+    equation, *operands = node.args
+    if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
+        operands = operands[0]
+    if not isinstance(equation, str) or len(operands) != 2 or operands[0] is not operands[1]:
+        return opaque(node)
+    given, _, result = equation.replace(" ", "").partition("->")
+    one, _, other = given.partition(",")
+    summed = one[-1:]
+    rows = one[:-1].replace("...", "")
+    plain = one == other and one[:-1] == result and summed.isalpha() and summed not in rows
+    if not plain or len(set(rows)) < len(rows):
+        return opaque(node)
+    return _sum_of_squares(node, operands[0], keeps=False)
 
 
 @spelt(torch.nn.functional.normalize)

@@ -56,14 +56,24 @@ def near_miss(view: View, node: fx.Node) -> str | None:
 def _under_root(view: View, root: Term) -> Term | None:
     """The variance, mean or sum of squares under a root, with or without an eps added to it."""
     below = view.see(root.args[0])
+    if below is not None and any(_kind(node) in _CLAMPS for node in below.nodes):
+        clamped = view.see(below.nodes[0].args[0]) if below.nodes[0].args else None
+        is_mean = clamped is not None and clamped.word == "mean" and not clamped.flaw
+        return Term("mean", clamped.args, below.nodes, _CLAMPED) if is_mean else None
     if below is not None and below.word == "add":
         terms = (t for t in map(view.see, below.args) if t is not None)
         below = next((t for t in terms if t.word in ("mean", "sum", "var")), None)
     if below is None or below.word not in ("mean", "sum", "var"):
         return None
+    if below.word == "var":
+        return below
     inner = view.see(below.args[0])
-    squares = below.word == "var" or (inner is not None and inner.word == "square")
-    return below if squares else None
+    if inner is not None and inner.word == "cast" and not below.flaw:
+        below = Term(
+            below.word, inner.args, below.nodes, "its squares are rounded before their mean"
+        )
+        inner = view.see(inner.args[0])
+    return below if inner is not None and inner.word == "square" else None
 
 
 def _divides(view: View, node: fx.Node) -> bool:
@@ -108,6 +118,8 @@ def _product_problem(view: View, node: fx.Node, below: Term) -> str:
         return _EPS_OUTSIDE
     if any(_kind(reader) in _CLAMPS for reader in readers):
         return _CLAMPED
+    if any(view.memory.writes_of(reader) for reader in readers):
+        return "it scales a tensor in place that is used elsewhere"
     products = [t for t in terms if t.word == "mul"]
     if not products:
         return _UNUSED

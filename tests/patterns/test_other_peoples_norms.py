@@ -1,0 +1,244 @@
+"""RMSNorms as other people write them, and what is almost one."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fxfuse
+
+D, EPS = 32, 1e-6
+
+
+class Base(nn.Module):
+    trains = True
+
+    def __init__(self, dim=D, eps=EPS):
+        super().__init__()
+        self.dim, self.eps = dim, eps
+        self.weight = nn.Parameter(torch.randn(dim) * 0.3 + 1)
+
+
+class Einsum(Base):
+    def forward(self, x):
+        ms = torch.einsum("...d,...d->...", x, x) / x.shape[-1]
+        return x * torch.rsqrt(ms + self.eps)[..., None] * self.weight
+
+
+class L2Scaled(Base):
+    def forward(self, x):
+        return self.dim**0.5 * x / x.norm(dim=-1, keepdim=True) * self.weight
+
+
+class Flax(Base):
+    def forward(self, x):
+        dtype = x.dtype
+        x = x.to(torch.float32)
+        mean2 = torch.mean(torch.square(x), -1, keepdim=True)
+        mul = torch.rsqrt(mean2 + self.eps)
+        mul = mul * (1.0 + self.weight)
+        return (x * mul).to(dtype)
+
+
+class InPlace(Base):
+    def forward(self, x):
+        rms = (x * x).mean(-1, keepdim=True).add_(self.eps).sqrt_()
+        out = x.clone()
+        out.div_(rms)
+        out.mul_(self.weight)
+        return out
+
+
+class Notebook(Base):
+    def forward(self, x):
+        d = x.size(-1)
+        mean_square = torch.sum(x**2, dim=-1) / d
+        rms = torch.sqrt(mean_square + self.eps).unsqueeze(-1)
+        return self.weight * (x / rms)
+
+
+class Chain(Base):
+    def forward(self, x):
+        return x.pow(2).mean(-1, True).add(self.eps).rsqrt().mul(x).mul(self.weight)
+
+
+class NumPy(Base):
+    def forward(self, x):
+        scale = (torch.mean(x**2, axis=-1, keepdims=True) + self.eps) ** -0.5
+        return self.weight * scale * x
+
+
+class VectorNorm(Base):
+    def forward(self, x):
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        inv = torch.reciprocal(torch.sqrt(norm**2 / self.dim + self.eps))
+        return (x.float() * inv).to(x.dtype) * self.weight
+
+
+class NoAutocast(Base):
+    def _norm(self, x):
+        return x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + self.eps)
+
+    def forward(self, x):
+        with torch.autocast(device_type=x.device.type, enabled=False):
+            out = self._norm(x.float()) * self.weight.float()
+        return out.type_as(x)
+
+
+class HeadsZeroCentred(Base):
+    def __init__(self, heads=4):
+        super().__init__(D // heads)
+        self.heads = heads
+
+    def forward(self, x):
+        b, n, _ = x.shape
+        q = x.view(b, n, self.heads, -1).transpose(1, 2)
+        q32 = q.to(torch.float32)
+        q32 = q32 / torch.sqrt(q32.pow(2).sum(-1, keepdim=True) * (1 / self.dim) + self.eps)
+        q32 = q32 + q32 * self.weight
+        return q32.to(q.dtype)
+
+
+class EpsOutside(Base):
+    def forward(self, x):
+        rms = x.norm(2, dim=-1, keepdim=True) * self.dim**-0.5
+        return self.weight * (x / (rms + self.eps))
+
+
+class Normalize(Base):
+    def forward(self, x):
+        return F.normalize(x, dim=-1) * self.dim**0.5 * self.weight
+
+
+class Variance(Base):
+    def forward(self, x):
+        x32 = x.float()
+        var = x32.var(-1, keepdim=True, unbiased=False)
+        return (x32 * torch.rsqrt(var + self.eps)).to(x.dtype) * self.weight
+
+
+class Partial(Base):
+    def forward(self, x):
+        x32 = x.float()
+        part = x32[..., : self.dim // 4]
+        return (x32 * torch.rsqrt(part.pow(2).mean(-1, keepdim=True) + self.eps)).to(
+            x.dtype
+        ) * self.weight
+
+
+class OverTokens(Base):
+    def forward(self, x):
+        x32 = x.float()
+        return (x32 * torch.rsqrt(x32.pow(2).mean(1, keepdim=True) + self.eps)).to(
+            x.dtype
+        ) * self.weight
+
+
+class ForgottenKeepdim(Base):
+    """For a square x: each column is divided by the root of the row of that number."""
+
+    def forward(self, x):
+        x32 = x.float()
+        return (x32 / torch.sqrt((x32**2).mean(-1) + self.eps)).to(x.dtype) * self.weight
+
+
+class Stale(Base):
+    trains = False  # what it writes over is what the gradient needs
+
+    def forward(self, x):
+        h = x.float().clone()
+        inv = torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps)
+        h.add_(self.weight)
+        return (h * inv).to(x.dtype)
+
+
+class Detached(Base):
+    def forward(self, x):
+        x32 = x.float()
+        ms = x32.detach().pow(2).mean(-1, keepdim=True)
+        return (x32 * torch.rsqrt(ms + self.eps)).to(x.dtype) * self.weight
+
+
+class Clamped(Base):
+    def forward(self, x):
+        x32 = x.float()
+        ms = x32.pow(2).mean(-1, keepdim=True).clamp(min=self.eps)
+        return (x32 * torch.rsqrt(ms)).to(x.dtype) * self.weight
+
+
+class CentredNumerator(Base):
+    def forward(self, x):
+        x32 = x.float()
+        inv = torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + self.eps)
+        return ((x32 - x32.mean(-1, keepdim=True)) * inv).to(x.dtype) * self.weight
+
+
+NORMS = [
+    (Einsum, "rms_norm", EPS),
+    (L2Scaled, "rms_norm", 0.0),
+    (Flax, "rms_norm", EPS),
+    (Notebook, "rms_norm", EPS),
+    (Chain, "rms_norm", EPS),
+    (NumPy, "rms_norm", EPS),
+    (VectorNorm, "rms_norm", EPS),
+    (NoAutocast, "rms_norm", EPS),
+    (HeadsZeroCentred, "rms_norm", EPS),
+]
+
+NEAR = [
+    (InPlace, "it scales a tensor in place that is used elsewhere"),  # an RMSNorm in the end
+    (EpsOutside, "its eps is added outside of the root"),
+    (Normalize, "divides by a vector norm"),
+    (Variance, "divides by a standard deviation"),
+    (Partial, "not the tensor whose squares are averaged"),
+    (OverTokens, "the mean is over dim 1, not the last"),
+    (ForgottenKeepdim, "drops the dimension that it reduces"),
+    (Stale, "is written by add_"),
+    (Detached, "not the tensor whose squares are averaged"),
+    (Clamped, "its root is clamped"),
+    (CentredNumerator, "not the tensor whose squares are averaged"),
+]
+
+
+def example(cls):
+    torch.manual_seed(0)
+    return cls(), torch.randn((D, D) if cls is ForgottenKeepdim else (2, D, D))
+
+
+def results(f, model, x):
+    if not model.trains:
+        with torch.no_grad():
+            return [f(x)]
+    model.zero_grad()
+    x = x.clone().requires_grad_()
+    y = f(x)
+    y.backward(torch.linspace(-1, 1, y.numel()).view_as(y))
+    return [y.detach(), x.grad, model.weight.grad]
+
+
+def same_as_eager(model, x):
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=fxfuse.make_backend("eager"))
+    expected = results(model, model, x)
+    torch.testing.assert_close(results(compiled, model, x), expected, rtol=1e-5, atol=1e-5)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), expected[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("cls", "pattern", "eps"), NORMS)
+def test_norm_is_found(cls, pattern, eps):
+    report = fxfuse.explain(*example(cls))
+    assert dict(report.counts) == {pattern: 1}, [miss.reason for miss in report.misses]
+    assert report.matches[0].attributes["eps"] == pytest.approx(eps)
+
+
+@pytest.mark.parametrize(("cls", "words"), NEAR)
+def test_near_norm_is_left_alone(cls, words):
+    report = fxfuse.explain(*example(cls))
+    assert not report.counts
+    assert any(words in miss.reason for miss in report.misses), report.misses
+
+
+@pytest.mark.parametrize("cls", [row[0] for row in NORMS + NEAR])
+def test_numbers_are_those_of_eager(cls):
+    same_as_eager(*example(cls))
