@@ -33,18 +33,32 @@ def sites(report: Report) -> str:
 
 
 def misses(report: Report, why: bool) -> str:
-    """The near misses: each with its reason, or one line that counts the reasons."""
+    """The near misses, the most frequent first, or one line that counts the reasons."""
     if not report.misses:
         return "near misses: none"
     if why:
         heads = ("near miss of", "module", "where", "reason")
-        rows = [(m.pattern, m.module or m.node or "-", places.short(m.where), m.reason)
-                for m in report.misses]  # fmt: skip
+        rows = [
+            (m.pattern, _places(m, n), places.short(m.where), m.reason) for m, n in _ranked(report)
+        ]
         return tabulate(rows, heads, maxcolwidths=[None, None, None, 90])
     reasons = Counter(_reason(m) for m in report.misses).most_common()
     shown = "; ".join(f"{n} x {reason}" for reason, n in reasons[:3])
     rest = f"; {len(reasons) - 3} other reasons" if len(reasons) > 3 else ""
     return f"near misses: {len(report.misses)} ({shown}{rest}); --why lists them"
+
+
+def _ranked(report: Report) -> list[tuple[Miss, int]]:
+    """The first miss of each line of code and reason, with how many there are, most first."""
+    alike: dict[tuple, list[Miss]] = {}
+    for m in report.misses:
+        alike.setdefault((m.pattern, m.where, m.reason), []).append(m)
+    return sorted(((same[0], len(same)) for same in alike.values()), key=lambda one: -one[1])
+
+
+def _places(m: Miss, count: int) -> str:
+    first = m.module or m.node or "-"
+    return first if count == 1 else f"{first} and {count - 1} more"
 
 
 def totals(report: Report) -> str:

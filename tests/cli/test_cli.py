@@ -9,7 +9,9 @@ import textwrap
 import pytest
 import torch
 
+from fxfuse import listing
 from fxfuse.__main__ import main
+from fxfuse.report import Miss, Report
 
 SHOP = """
     import torch
@@ -125,6 +127,14 @@ def test_near_misses_in_one_line_or_in_full(capsys):
     _, out, _ = lines(capsys, "shop.py:near_miss", "--why")
     assert any("near miss of" in line and "reason" in line for line in out)
     assert any("shop.py:" in line for line in out)
+
+
+def test_equal_misses_are_one_row_and_the_most_frequent_come_first():
+    rare = Miss("rms_norm", "a", "first", "model.py:1", "it is rare")
+    often = [Miss("rms_norm", "b", f"layers.{i}", "model.py:2", "it is frequent") for i in range(3)]
+    rows = listing.misses(Report(misses=[rare, *often]), why=True).splitlines()[2:]
+    assert "layers.0 and 2 more" in rows[0] and "it is frequent" in rows[0]
+    assert "first" in rows[1] and "more" not in rows[1]
 
 
 @pytest.mark.parametrize(
