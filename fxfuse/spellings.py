@@ -1,17 +1,17 @@
 """How each word of the vocabulary is spelt in PyTorch, in every dialect.
 
-`x / sqrt(v)` is read as `x * rsqrt(v)`, `sum / N` as `mean`, `x * x` and `x ** 2` as `square`, a
-safe in-place form as the functional one. Gates and views have files of their own.
+`x / sqrt(v)` is read as `x * rsqrt(v)`, `x * x` and `x ** 2` as `square`, a safe in-place form as
+the functional one. Means, casts, gates and views have files of their own.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
 
 import torch
 from torch import fx
 
+import fxfuse.cast_spellings  # noqa: F401  (registers its readers)
 from fxfuse.facts import known_equal, same_shape
 from fxfuse.gate_spellings import (
     LEAF_ACTIVATIONS,
@@ -20,11 +20,10 @@ from fxfuse.gate_spellings import (
     silu_of_product,
     silu_of_quotient,
 )
-from fxfuse.shape_spellings import reshape
+from fxfuse.mean_spellings import kept, mean_of_sum, root_of_mean, scaled_numerator
 from fxfuse.term import Attr, Term, ViewLike, arguments, is_number, opaque, spelt
 
 aten = torch.ops.aten
-prims = torch.ops.prims
 
 # ---- arithmetic -------------------------------------------------------------------------------
 
@@ -83,8 +82,8 @@ def _mul(view: ViewLike, node: fx.Node) -> Term:
         if is_number(factor) and factor == 1 and view.facts.dtype(other) == view.facts.dtype(node):
             return Term("same", (other,), (node,))
         if is_number(factor) and factor > 0:
-            mean = _mean_of_sum(view, node, other, 1 / factor)
-            mean = mean or _root_of_mean(view, node, other, factor)
+            mean = mean_of_sum(view, node, other, 1 / factor)
+            mean = mean or root_of_mean(view, node, other, factor)
             if mean:
                 return mean
     return silu_of_product(view, node, x, y) or Term("mul", (x, y), (node,))
@@ -103,14 +102,14 @@ def _div(view: ViewLike, node: fx.Node) -> Term:
     if below and below.word == "sqrt":
         if is_number(x) and x == 1:
             return Term("rsqrt", below.args, (node, *below.nodes))
-        scaled = _scaled_numerator(view, node, x, below)
+        scaled = scaled_numerator(view, node, x, below)
         return scaled or Term("mul", (x, Term("rsqrt", below.args, below.nodes)), (node,))
     divisor = view.facts.number(y)
     mean = None
     if divisor is not None or not view.facts.is_tensor(y):
-        mean = _mean_of_sum(view, node, x, y if divisor is None else divisor)
+        mean = mean_of_sum(view, node, x, y if divisor is None else divisor)
     if mean is None and divisor:
-        mean = _root_of_mean(view, node, x, 1 / divisor)
+        mean = root_of_mean(view, node, x, 1 / divisor)
     if is_number(x) and x == 1:
         return Term("reciprocal", (y,), (node,))
     return mean or silu_of_quotient(view, node, x, y) or Term("div", (x, y), (node,))
@@ -200,260 +199,6 @@ def _expand(view: ViewLike, node: fx.Node) -> Term:
     return Term("expand", (x,), (node,))
 
 
-# ---- reductions -------------------------------------------------------------------------------
-
-_DROPPED = "it drops the dimension that it reduces (keepdim=False)"
-
-
-def _reduction(word: str, *spellings: object) -> None:
-    @spelt(*spellings)
-    def read(view: ViewLike, node: fx.Node) -> Term:
-        names = ("input|self", "dim|axis", "keepdim|keepdims", "dtype")
-        x, dim, keepdim, dtype = arguments(node, *names)
-        flaw = _not_last(view, x, dim, word)
-        if flaw is None and not keepdim:
-            flaw = _DROPPED
-        if flaw is None and dtype is not None and view.facts.dtype(x) != dtype:
-            flaw = f"the {word} casts to {str(dtype).removeprefix('torch.')} while it sums"
-        return Term(word, (x,), (node,), flaw)
-
-
-_reduction("mean", torch.mean, ".mean", aten.mean.dim, aten.mean.default)
-_reduction("sum", torch.sum, ".sum", aten.sum.dim_IntList, aten.sum.default)
-
-
-def _not_last(view: ViewLike, x: object, dim: object, word: str) -> str | None:
-    dims = dim if isinstance(dim, (tuple, list)) else (dim,)
-    dims = [view.facts.number(d) if isinstance(d, fx.Node) else d for d in dims]
-    if None in dims and dim is not None:
-        return f"the {word} is over a dimension that the graph computes"
-    if dim is None or len(dims) == 0:
-        return f"the {word} is over all dimensions, not the last"
-    if len(dims) > 1:
-        return f"the {word} is over {len(dims)} dimensions, not the last alone"
-    if dims[0] == -1:
-        return None
-    shape = view.facts.shape(x)
-    if shape is None:
-        return f"the {word} is over dim {dims[0]}, and without shapes that may not be the last"
-    return None if dims[0] == len(shape) - 1 else f"the {word} is over dim {dims[0]}, not the last"
-
-
-def _mean_of_sum(view: ViewLike, node: fx.Node, total: object, divisor: object) -> Term | None:
-    """sum(x) / N as a mean, where N is the width of x: a number, or a node that holds the size."""
-    term = view.see(total)
-    if term is None or term.word != "sum":
-        return None
-    return Term("mean", term.args, (node, *term.nodes), term.flaw or _no_mean(view, term, divisor))
-
-
-def _no_mean(view: ViewLike, total: Term, divisor: object) -> str | None:
-    """Why a sum over the last dimension that is divided is not known to be a mean, or None."""
-    shape = view.facts.shape(_tensor(view, total))
-    width = shape[-1] if shape else None
-    if width is None:
-        return "the sum of squares is divided by a number that may not be the width (no shapes)"
-    if isinstance(divisor, fx.Node):
-        size = divisor.meta.get("example_value", divisor.meta.get("val"))
-        return None if size is not None and known_equal(size, width) else _OTHER_WIDTH
-    if not isinstance(width, int):
-        return _OTHER_WIDTH
-    if abs(divisor - width) > 1e-9 * width:
-        return f"the sum of squares is divided by {divisor:g}, not by the width {width}"
-    return None
-
-
-_OTHER_WIDTH = "the sum of squares is divided by what is not known to be the (symbolic) width"
-
-
-def _tensor(view: ViewLike, total: Term) -> object:
-    """The tensor whose values, or their squares, are summed."""
-    inner = total.args[0]
-    return inner.args[0] if isinstance(inner, Term) else inner
-
-
-def _root_of_mean(view: ViewLike, node: fx.Node, root: object, factor: float) -> Term | None:
-    """sqrt(sum(x)) / sqrt(N) as sqrt(mean(x)), and x / sqrt(sum(x)) * sqrt(N) likewise."""
-    term = view.see(root)
-    if term is None or term.flaw:
-        return None
-    if term.word == "sqrt":
-        mean = _scaled_sum(view, term, 1 / factor**2)
-        return mean and Term("sqrt", (mean,), (node, *term.nodes))
-    if term.word == "mul":
-        for x, below in (term.args, term.args[::-1]):
-            if isinstance(below, Term) and below.word == "rsqrt":
-                mean = _scaled_sum(view, below, factor**2)
-                inner = mean and Term("rsqrt", (mean,), below.nodes)
-                return inner and Term("mul", (x, inner), (node, *term.nodes))
-    return None
-
-
-def _scaled_numerator(view: ViewLike, node: fx.Node, x: object, root: Term) -> Term | None:
-    """sqrt(N) * x / sqrt(sum(y)) as x * rsqrt(mean(y))."""
-    term = view.see(x)
-    if term is None or term.word != "mul":
-        return None
-    for inner, factor in (term.args, term.args[::-1]):
-        number = view.facts.number(factor)
-        mean = _scaled_sum(view, root, number**2) if number else None
-        if mean:
-            nodes = (node, *term.nodes)
-            return Term("mul", (inner, Term("rsqrt", (mean,), root.nodes)), nodes)
-    return None
-
-
-def _scaled_sum(view: ViewLike, root: Term, divisor: float) -> Term | None:
-    total = view.see(root.args[0])
-    if total is None or total.word != "sum" or total.flaw or _no_mean(view, total, divisor):
-        return None
-    return Term("mean", total.args, total.nodes)
-
-
-@spelt(torch.linalg.vector_norm, torch.norm, ".norm", aten.linalg_vector_norm.default,
-       aten.norm.ScalarOpt_dim)  # fmt: skip
-def _vector_norm(view: ViewLike, node: fx.Node) -> Term:
-    """The root of the sum of the squares of the last dimension."""
-    x, order, dim, keepdim = arguments(node, "input|self|x", "p|ord", "dim", "keepdim")
-    if order not in (None, 2, "fro") or dim is None or _not_last(view, x, dim, "norm"):
-        return opaque(node)
-    given = [a for a in (*node.args, *node.kwargs.values()) if isinstance(a, torch.dtype)]
-    if given and given[0] != view.facts.dtype(x):
-        x = Term("cast", (x,), (node,), dtype=given[0])
-    return Term("sqrt", (_sum_of_squares(node, x, keepdim is True),), (node,))
-
-
-def _sum_of_squares(node: fx.Node, x: object, keeps: bool) -> Term:
-    """What one node computes of the last dimension of x, in words."""
-    square = Term("square", (x,), (node,))
-    return Term("sum", (square,), (node,), None if keeps else _DROPPED)
-
-
-@spelt(torch.linalg.vecdot, aten.linalg_vecdot.default)
-def _vecdot(view: ViewLike, node: fx.Node) -> Term:
-    x, y, dim = arguments(node, "x", "y", "dim")
-    if x is not y or dim not in (None, -1):
-        return opaque(node)
-    return _sum_of_squares(node, x, keeps=False)
-
-
-@spelt(torch.einsum, torch.functional.einsum, aten.einsum.default)
-def _einsum(view: ViewLike, node: fx.Node) -> Term:
-    """The squares of the last dimension, summed: "...d,...d->..." of one tensor."""
-    equation, *operands = node.args
-    if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
-        operands = operands[0]
-    if not isinstance(equation, str) or len(operands) != 2 or operands[0] is not operands[1]:
-        return opaque(node)
-    given, _, result = equation.replace(" ", "").partition("->")
-    one, _, other = given.partition(",")
-    summed = one[-1:]
-    rows = one[:-1].replace("...", "")
-    plain = one == other and one[:-1] == result and summed.isalpha() and summed not in rows
-    if not plain or len(set(rows)) < len(rows):
-        return opaque(node)
-    return _sum_of_squares(node, operands[0], keeps=False)
-
-
-@spelt(torch.nn.functional.normalize)
-def _normalize(view: ViewLike, node: fx.Node) -> Term:
-    return Term("unit_length", node.args[:1], (node,))
-
-
-def _deviation(word: str, *spellings: object) -> None:
-    @spelt(*spellings)
-    def read(view: ViewLike, node: fx.Node) -> Term:
-        return Term(word, node.args[:1], (node,))
-
-
-_deviation("std", torch.std, ".std", aten.std.correction, aten.std.dim)
-_deviation("var", torch.var, ".var", aten.var.correction, aten.var.dim)
-
-
-@spelt(torch.unsqueeze, ".unsqueeze", aten.unsqueeze.default)
-def _unsqueeze(view: ViewLike, node: fx.Node) -> Term:
-    x, dim = arguments(node, "input|self", "dim")
-    kept = _kept(view, node, x) if dim == -1 else None
-    return kept or reshape(view, node, x)
-
-
-def _kept(view: ViewLike, node: fx.Node, x: object) -> Term | None:
-    """A reduction without keepdim, or a root of one, whose dimension is put back."""
-    term = view.see(x)
-    if term is None:
-        return None
-    if term.flaw == _DROPPED:
-        return Term(term.word, term.args, (node, *term.nodes))
-    if term.flaw is None and term.word in ("rsqrt", "sqrt", "add", "mul", "div"):
-        numbers = [view.facts.number(a) is not None for a in term.args]
-        if numbers.count(False) == 1:
-            at = numbers.index(False)
-            inner = _kept(view, node, term.args[at])
-            args = (*term.args[:at], inner, *term.args[at + 1 :])
-            return inner and Term(term.word, args, term.nodes)
-    return None
-
-
-# ---- casts ------------------------------------------------------------------------------------
-
-_FIXED = {
-    ".float": torch.float32, ".half": torch.float16,
-    ".bfloat16": torch.bfloat16, ".double": torch.float64,
-}  # fmt: skip
-
-
-@spelt(*_FIXED)
-def _fixed_cast(view: ViewLike, node: fx.Node) -> Term:
-    if _relaid((*node.args, *node.kwargs.values())):
-        return opaque(node)
-    return Term("cast", node.args[:1], (node,), dtype=_FIXED["." + node.target])
-
-
-@spelt(".to", aten.to.dtype, aten._to_copy.default, aten.to.dtype_layout, ".type",
-       prims.convert_element_type.default)  # fmt: skip
-def _to(view: ViewLike, node: fx.Node) -> Term:
-    (x,) = arguments(node, "input|self|a")
-    given = [a for a in (*node.args, *node.kwargs.values()) if a is not x]
-    dtypes = [a for a in given if isinstance(a, torch.dtype)]
-    models = [a for a in given if isinstance(a, fx.Node)]
-    moves = any(isinstance(a, (torch.device, str)) for a in given)
-    moves = moves or not all(map(_is_dtype_of, models))
-    if _relaid(given) or (moves and not view.facts.same_device(node, x)):
-        return opaque(node)
-    if dtypes:
-        return Term("cast", (x,), (node,), dtype=dtypes[0])
-    return _like(view, node, x, models[0]) if models else opaque(node)
-
-
-@spelt(".type_as", aten.type_as.default)
-def _type_as(view: ViewLike, node: fx.Node) -> Term:
-    x, model = arguments(node, "input|self", "other")
-    return _like(view, node, x, model)
-
-
-def _like(view: ViewLike, node: fx.Node, x: object, model: fx.Node) -> Term:
-    """A cast to the dtype of another node, or to a dtype that a node holds (`x.dtype`)."""
-    devices = view.facts.device(x), view.facts.device(node)
-    if None not in devices and devices[0] != devices[1]:
-        return opaque(node)
-    known = view.facts.dtype(node)
-    if known is not None:
-        return Term("cast", (x,), (node,), dtype=known)
-    if _is_dtype_of(model):
-        model = model.args[0]
-    return Term("cast", (x,), (node,), dtype=view.facts.static_dtype(model) or model)
-
-
-def _is_dtype_of(operand: fx.Node) -> bool:
-    return operand.target is getattr and operand.args[1] == "dtype"
-
-
-def _relaid(given: Iterable[object]) -> bool:
-    """True if a cast is told how its result should lie in memory, other than as its operand."""
-    kept = (torch.preserve_format, torch.strided)
-    return any(isinstance(a, (torch.memory_format, torch.layout)) and a not in kept for a in given)
-
-
 # ---- whole norms ------------------------------------------------------------------------------
 
 
@@ -471,8 +216,8 @@ def _getitem(view: ViewLike, node: fx.Node) -> Term:
         return _whole(view, source, (node, source))
     if isinstance(index, int):
         return Term("item", (source, index), (node,))
-    kept = _kept(view, node, source) if index == (..., None) else None
-    return kept or opaque(node)
+    back = kept(view, node, source) if index == (..., None) else None
+    return back or opaque(node)
 
 
 def _whole(view: ViewLike, call: fx.Node, nodes: tuple[fx.Node, ...]) -> Term:

@@ -7,9 +7,10 @@ from torch import fx
 
 import fxfuse.kernels.ops  # noqa: F401  (defines the op)
 from fxfuse.match import Bound, Call, Decline, named, same_shape, upcast, var
-from fxfuse.patterns.add_rms_norm import add_problem, residual_problem
+from fxfuse.patterns.add_rms_norm import add_problem
 from fxfuse.patterns.near_norms import post_norm
 from fxfuse.patterns.norms import UNKNOWN, Norm, numerics, rms_norm_of
+from fxfuse.patterns.residual import residual_problem
 from fxfuse.registry import pattern
 
 first = upcast(rms_norm_of(var("x"), prefix="first_"), "first_normed_cast")
