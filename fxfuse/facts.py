@@ -67,15 +67,32 @@ class Facts:
 
     def number(self, operand: object) -> int | float | None:
         """The value of a number that is known now. A float that Dynamo keeps symbolic (an eps under
-        dynamic=True) is fixed to its value, as PyTorch's own norm does.
+        dynamic=True) is fixed to its value, as PyTorch's own norm does; what is computed from a
+        symbolic size is not.
         """
         if isinstance(operand, fx.Node):
             known = operand.meta.get("example_value", operand.meta.get("val"))
             operand = self._size(operand) if known is None else known
-            if isinstance(operand, torch.SymFloat) and operand.node.has_hint():
+            if isinstance(operand, torch.SymFloat) and _is_input(operand):
                 operand = float(operand)
         is_number = isinstance(operand, (int, float)) and not isinstance(operand, bool)
         return operand if is_number else None
+
+    def constant(self, operand: object) -> int | float | None:
+        """`number`, but of one that is symbolic None: nothing is fixed."""
+        if isinstance(operand, fx.Node):
+            value = operand.meta.get("example_value", operand.meta.get("val"))
+            if isinstance(value, torch.SymFloat):
+                return None
+        return self.number(operand)
+
+    def is_number(self, operand: object) -> bool:
+        """Whether an operand is a number, known or symbolic."""
+        if isinstance(operand, fx.Node):
+            value = operand.meta.get("example_value", operand.meta.get("val"))
+            if isinstance(value, (torch.SymFloat, torch.SymInt)):
+                return True
+        return self.number(operand) is not None
 
     def _size(self, node: fx.Node) -> int | None:
         """What `x.size(dim)`, `x.shape[dim]`, `x.dim()` and `x.ndim` give for a tensor of known
@@ -131,6 +148,12 @@ class Facts:
         for name in target.split("."):
             found = getattr(found, name, None)
         return found
+
+
+def _is_input(number: torch.SymFloat) -> bool:
+    """Whether a symbolic float is an input of the graph, fixed or not, and not computed."""
+    expression = number.node.expr
+    return number.node.has_hint() and (expression.is_symbol or expression.is_number)
 
 
 def known_equal(a: object, b: object) -> bool:

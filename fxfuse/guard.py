@@ -47,6 +47,7 @@ class Guards:
             or self._regions_differ(site)
             or self._escapes(site)
             or self._observed(site)
+            or self._parted(site)
             or self._moved_or_written(site)
         )
 
@@ -109,7 +110,7 @@ class Guards:
         return None
 
     def _regions_differ(self, site: Site) -> str | None:
-        regions = {self._region[n] for n in site.nodes}
+        regions = {self._region[n] for n in (*site.nodes, *site.repeated)}
         if any(depth for _, depth in regions):
             return "it lies inside a functorch transform (vmap, grad or jvp)"
         if len(regions) > 1:
@@ -133,6 +134,14 @@ class Guards:
                     return f"the gradient of {node.name} is watched by {user.name}"
         return None
 
+    def _parted(self, site: Site) -> str | None:
+        """What the op returns as new memory may be another's memory in the graph."""
+        for node in site.outputs[1:]:
+            for other in site.repeated:
+                if other < node and not self._roots(node).isdisjoint(self._roots(other)):
+                    return f"{node.name} may lie in the memory of {other.name}, which others read"
+        return None
+
     def _moved_or_written(self, site: Site) -> str | None:
         """In-place writes to what the op reads (before it is done) or saves (ever after)."""
         first = moved(self.view, site)
@@ -144,8 +153,8 @@ class Guards:
         later = [w for w in self._writes if w.node not in covered and begin < w.node]
         if not later:
             return None
-        # who runs it without gradients saves nothing
-        saved = self._roots(*site.saved if torch.is_grad_enabled() else ())
+        # without gradients nothing is saved, but a result is still expected where it was
+        saved = self._roots(*(site.saved if torch.is_grad_enabled() else site.outputs[1:]))
         saved |= {self.view.memory.root_of(p.target) for p in site.parameters}
         read = saved | self._roots(*site.inputs, *(i for n in first for i in n.all_input_nodes))
         read |= self._roots(*first, *site.repeated, *(covered - {site.root}))

@@ -15,6 +15,7 @@ from fxfuse.shape_spellings import reshape
 from fxfuse.term import Term, ViewLike, arguments, opaque, spelt
 
 aten = torch.ops.aten
+_WIDE = (torch.float32, torch.float64)
 
 _DROPPED = "it drops the dimension that it reduces (keepdim=False)"
 
@@ -25,10 +26,10 @@ def _reduction(word: str, *spellings: object) -> None:
         names = ("input|self", "dim|axis", "keepdim|keepdims", "dtype")
         x, dim, keepdim, dtype = arguments(node, *names)
         flaw = _not_last(view, x, dim, word)
-        if flaw is None and not keepdim:
-            flaw = _DROPPED
         if flaw is None and dtype is not None and view.facts.dtype(x) != dtype:
             flaw = f"the {word} casts to {str(dtype).removeprefix('torch.')} while it sums"
+        if flaw is None and not keepdim:
+            flaw = _DROPPED
         return Term(word, (x,), (node,), flaw)
 
 
@@ -106,10 +107,10 @@ def root_of_mean(view: ViewLike, node: fx.Node, root: object, factor: float) -> 
 def scaled_numerator(view: ViewLike, node: fx.Node, x: object, root: Term) -> Term | None:
     """sqrt(N) * x / sqrt(sum(y)) as x * rsqrt(mean(y))."""
     term = view.see(x)
-    if term is None or term.word != "mul":
-        return None
+    if term is None or term.word != "mul" or view.facts.dtype(x) not in _WIDE:
+        return None  # a half would be rounded before it is divided
     for inner, factor in (term.args, term.args[::-1]):
-        number = view.facts.number(factor)
+        number = view.facts.constant(factor)
         mean = _scaled_sum(view, root, number**2) if number else None
         if mean:
             nodes = (node, *term.nodes)
@@ -199,7 +200,7 @@ def kept(view: ViewLike, node: fx.Node, x: object) -> Term | None:
     if term.flaw == _DROPPED:
         return Term(term.word, term.args, (node, *term.nodes))
     if term.flaw is None and term.word in ("rsqrt", "sqrt", "add", "mul", "div"):
-        numbers = [view.facts.number(a) is not None for a in term.args]
+        numbers = [view.facts.is_number(a) for a in term.args]
         if numbers.count(False) == 1:
             at = numbers.index(False)
             inner = kept(view, node, term.args[at])

@@ -56,6 +56,13 @@ _WRITING_OPERATORS = {
     operator.imod, operator.ipow, operator.iand, operator.ior, operator.ixor, operator.imatmul,
     operator.ilshift, operator.irshift, operator.setitem,
 }  # fmt: skip
+_WRITING_METHODS = {f"__{function.__name__}__" for function in _WRITING_OPERATORS}
+# What they write to, by position and name: rows that are too long, running statistics.
+_KEEPING_RECORDS = {
+    F.embedding: ((1, "weight"),), F.embedding_bag: ((1, "weight"),),
+    F.batch_norm: ((1, "running_mean"), (2, "running_var")),
+    F.instance_norm: ((1, "running_mean"), (2, "running_var")),
+}  # fmt: skip
 _KNOWN_MODULES = ("torch", "_operator", "builtins", "math", "einops")
 
 
@@ -133,7 +140,7 @@ class Memory:
     def writes_of(self, node: fx.Node) -> list[Write]:
         if node.op == "call_method":
             name = node.target
-            in_place = name.endswith("_") and not name.endswith("__")
+            in_place = name in _WRITING_METHODS or (name.endswith("_") and not name.endswith("__"))
             return _to(node, node.args[:1]) if in_place else []
         if node.op == "call_module":
             return self._module_writes(node)
@@ -169,6 +176,8 @@ class Memory:
             return self._nested_writes(node, inner)
         manner = _manner(target)
         found = _to(node, [node.kwargs["out"]]) if "out" in node.kwargs else []
+        if target in _KEEPING_RECORDS:
+            found += _to(node, _records(node))
         if manner.in_place or _given(node, manner.inplace_at):
             found += _to(node, node.args[:1])
         return found if found or manner.known else _to(node, node.all_input_nodes, sure=False)
@@ -179,10 +188,22 @@ class Memory:
         return [] if pure else _to(node, node.all_input_nodes)
 
 
+def _records(node: fx.Node) -> list[object]:
+    """What a function that keeps records may write to."""
+    if node.target in (F.embedding, F.embedding_bag):
+        limits = [node.kwargs.get("max_norm"), *node.args[3:4]]
+        if all(limit is None for limit in limits):
+            return []
+    places = _KEEPING_RECORDS[node.target]
+    return [node.args[i] if i < len(node.args) else node.kwargs.get(name) for i, name in places]
+
+
 def _sources(node: fx.Node) -> list[fx.Node]:
     """The nodes whose memory a node that does not allocate may return."""
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
+        if target.namespace != "aten":
+            return node.all_input_nodes
         target = target._schema.name.removeprefix("aten::")
     in_place = target in _WRITING_OPERATORS - {operator.setitem}
     if isinstance(target, str) and node.op != "call_module":

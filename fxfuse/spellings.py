@@ -79,7 +79,7 @@ def _mul(view: ViewLike, node: fx.Node) -> Term:
     if x is y and isinstance(x, fx.Node):
         return Term("square", (x,), (node,))
     for other, factor in ((x, y), (y, x)):
-        if is_number(factor) and factor == 1 and view.facts.dtype(other) == view.facts.dtype(node):
+        if is_number(factor) and factor == 1 and _keeps_dtype(view, node, other, factor):
             return Term("same", (other,), (node,))
         if is_number(factor) and factor > 0:
             mean = mean_of_sum(view, node, other, 1 / factor)
@@ -87,6 +87,12 @@ def _mul(view: ViewLike, node: fx.Node) -> Term:
             if mean:
                 return mean
     return silu_of_product(view, node, x, y) or Term("mul", (x, y), (node,))
+
+
+def _keeps_dtype(view: ViewLike, node: fx.Node, x: object, factor: float) -> bool:
+    """Whether x * factor has x's dtype; integers times a float do not."""
+    dtypes = view.facts.dtype(x), view.facts.dtype(node)
+    return isinstance(factor, int) if None in dtypes else dtypes[0] == dtypes[1]
 
 
 @spelt(
@@ -104,7 +110,7 @@ def _div(view: ViewLike, node: fx.Node) -> Term:
             return Term("rsqrt", below.args, (node, *below.nodes))
         scaled = scaled_numerator(view, node, x, below)
         return scaled or Term("mul", (x, Term("rsqrt", below.args, below.nodes)), (node,))
-    divisor = view.facts.number(y)
+    divisor = view.facts.constant(y)
     mean = None
     if divisor is not None or not view.facts.is_tensor(y):
         mean = mean_of_sum(view, node, x, y if divisor is None else divisor)

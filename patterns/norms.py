@@ -219,6 +219,11 @@ def _dtype_problem(norm: Norm) -> str | None:
     """Why the dtypes of the graph are none that the op computes in, or None."""
     if norm.dtype("h") not in FLOATS:
         return f"its input is {name_of(norm.dtype('h'))}, not a floating-point tensor"
+    if norm.has("unit") and not same_shape(norm.shape("unit"), norm.shape("h")):
+        return f"what it scales, of shape {tuple(norm.shape('h'))}, broadcasts"
+    rstd = norm.dtype("rstd_cast")
+    if rstd is not None and rstd not in (*HALVES, norm.dtype("rstd")):
+        return f"its root is cast to {name_of(rstd)} before it scales"
     return _statistic_problem(norm, _compute_dtype(norm))
 
 
@@ -266,10 +271,7 @@ def _without_metadata(norm: Norm) -> dict | Decline | None:
     scaled, rstd = _cast_dtype(norm, "scaled_cast"), _cast_dtype(norm, "rstd_cast")
     if None in (compute, rstd):
         return Decline(UNKNOWN)
-    rstd = "" if rstd == compute else rstd
-    if rstd and (scaled or rstd != norm.own or norm.has("unit_cast") or norm.has("product")):
-        return Decline(UNKNOWN)  # only x * rstd.to(x.dtype) is the same in all dtypes
-    if not rstd and compute != (scaled or norm.own):
+    if (rstd and rstd != compute) or compute != (scaled or norm.own):
         return Decline(UNKNOWN)
     if compute == "input" and not _plain(norm):
         return Decline(UNKNOWN)
@@ -278,14 +280,14 @@ def _without_metadata(norm: Norm) -> dict | Decline | None:
     unit, out = _cast_dtype(norm, "unit_cast"), _cast_dtype(norm, "out_cast")
     if None in (unit, out):
         return Decline(UNKNOWN)
-    unit = rstd or ("" if unit == compute else unit)
+    unit = "" if unit == compute else unit
     if unit and out:
         return None
     if norm.has("weight_cast") and not _multiplies_in(norm, compute, unit):
         return None
     return {
         "compute_dtype": compute,
-        "rstd_dtype": rstd,
+        "rstd_dtype": "",
         "unit_dtype": unit,
         "out_dtype": out,
     }

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from torch import fx
 
 from fxfuse.match import Bound, Term
@@ -23,10 +21,10 @@ def residual_problem(b: Bound, one: str, other: str) -> str | None:
         return "this sum is only compared with another tensor after it: it is no residual stream"
     if others:
         return None
-    ours, theirs = (tuple(_parts(b, b.get(name))) for name in (one, other))
-    if any(node.op == "placeholder" for node in ours + theirs):
+    ours, theirs = (_parts(b, b.get(name)) for name in (one, other))
+    if any(node.op == "placeholder" for node in ours | theirs):
         return None
-    if any(_leads(a, z) or _leads(z, a) for a in ours for z in theirs):
+    if _leads(ours, theirs) or _leads(theirs, ours):
         return None
     return (
         "only the norm reads this sum, and neither part of it leads to the other: it is no "
@@ -42,17 +40,21 @@ def _asks_for_dtype(b: Bound, reader: fx.Node) -> bool:
     return term.word == "cast" and term.args[0] is not b.h
 
 
-def _parts(b: Bound, operand: object) -> Iterator[fx.Node]:
+def _parts(b: Bound, operand: object) -> set[fx.Node]:
     """What an operand is the sum of, also behind factors that are the same for all rows."""
-    if not isinstance(operand, fx.Node):
-        return
-    yield operand
-    term = b.view.see(operand)
-    inner = term.args if term is not None and term.word in _LINEAR else ()
-    if term is not None and term.word in ("mul", "div"):
-        inner = [a for a, factor in zip(term.args, term.args[::-1]) if _is_factor(b, factor)]
-    for part in inner:
-        yield from _parts(b, part)
+    found: set[fx.Node] = set()
+    waiting = [operand]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, fx.Node) and part not in found:
+            found.add(part)
+            term = b.view.see(part)
+            if term is not None and term.word in _LINEAR:
+                waiting += term.args
+            elif term is not None and term.word in ("mul", "div"):
+                pairs = zip(term.args, term.args[::-1])
+                waiting += [a for a, factor in pairs if _is_factor(b, factor)]
+    return found
 
 
 def _is_factor(b: Bound, operand: object) -> bool:
@@ -60,14 +62,15 @@ def _is_factor(b: Bound, operand: object) -> bool:
     return not isinstance(operand, (fx.Node, Term)) or (shape is not None and len(shape) < 2)
 
 
-def _leads(source: fx.Node, target: fx.Node) -> bool:
-    """Whether `target` is computed from `source`, at whatever distance."""
-    found, waiting = {target}, [target]
+def _leads(sources: set[fx.Node], targets: set[fx.Node]) -> bool:
+    """Whether one of `targets` is computed from one of `sources`, at whatever distance."""
+    first = min(sources)
+    found, waiting = set(targets), list(targets)
     while waiting:
         for node in waiting.pop().all_input_nodes:
-            if node is source:
+            if node in sources:
                 return True
-            if node not in found and source < node:
+            if node not in found and first < node:
                 found.add(node)
                 waiting.append(node)
     return False

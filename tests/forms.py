@@ -69,6 +69,8 @@ class PowerWithoutWeight(Norm):  # Gemma 4's values
 
 
 class RoundedRoot(Norm):  # DeepSeek 4: x is multiplied as it is
+    needs_dtypes = True
+
     def forward(self, x):
         return x * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + EPS).to(x.dtype)
 

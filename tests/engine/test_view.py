@@ -39,7 +39,7 @@ def word_of(function, args=None):
                   lambda x, y: x.to(y.dtype), lambda x, y: x.type(torch.float64)]),
         ("rms_norm", [lambda x, y: torch.nn.functional.rms_norm(x, (4,)),
                       lambda x, y: torch.rms_norm(x, (4,), y, 1e-6)]),
-        ("same", [lambda x, y: x * 1, lambda x, y: 1.0 * x]),
+        ("same", [lambda x, y: x * 1, lambda x, y: 1 * x]),
         ("power", [lambda x, y: x**3, lambda x, y: x.pow(1.0)]),
         ("opaque", [lambda x, y: torch.rsub(x, y),
                     lambda x, y: x.to("cpu"), lambda x, y: x**y, lambda x, y: x // y,
