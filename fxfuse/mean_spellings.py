@@ -84,7 +84,9 @@ _OTHER_WIDTH = "the sum of squares is divided by what is not known to be the (sy
 def _tensor(view: ViewLike, total: Term) -> object:
     """The tensor whose values, or their squares, are summed."""
     inner = total.args[0]
-    return inner.args[0] if isinstance(inner, Term) else inner
+    while isinstance(inner, Term):
+        inner = inner.args[0]
+    return inner
 
 
 def root_of_mean(view: ViewLike, node: fx.Node, root: object, factor: float) -> Term | None:
@@ -96,8 +98,9 @@ def root_of_mean(view: ViewLike, node: fx.Node, root: object, factor: float) -> 
         mean = _scaled_sum(view, term, 1 / factor**2)
         return mean and Term("sqrt", (mean,), (node, *term.nodes))
     if term.word == "mul":
-        for x, below in (term.args, term.args[::-1]):
-            if isinstance(below, Term) and below.word == "rsqrt":
+        for x, other in (term.args, term.args[::-1]):
+            below = view.see(other)
+            if below is not None and below.word == "rsqrt":
                 mean = _scaled_sum(view, below, factor**2)
                 inner = mean and Term("rsqrt", (mean,), below.nodes)
                 return inner and Term("mul", (x, inner), (node, *term.nodes))
@@ -119,7 +122,18 @@ def scaled_numerator(view: ViewLike, node: fx.Node, x: object, root: Term) -> Te
 
 
 def _scaled_sum(view: ViewLike, root: Term, divisor: float) -> Term | None:
+    """What is under a root, (sum + eps) / N, as mean + eps / N."""
     total = view.see(root.args[0])
+    if total is not None and total.word == "add" and not total.flaw:
+        for inner, eps in (total.args, total.args[::-1]):
+            number, mean = view.facts.constant(eps), _mean(view, view.see(inner), divisor)
+            if number is not None and mean:
+                return Term("add", (mean, number / divisor), total.nodes)
+        return None
+    return _mean(view, total, divisor)
+
+
+def _mean(view: ViewLike, total: Term | None, divisor: float) -> Term | None:
     if total is None or total.word != "sum" or total.flaw or _no_mean(view, total, divisor):
         return None
     return Term("mean", total.args, total.nodes)

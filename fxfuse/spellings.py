@@ -143,6 +143,8 @@ def _pow(view: ViewLike, node: fx.Node) -> Term:
     if not is_number(exponent) or not isinstance(x, fx.Node) or not _safe(view, node, x, exponent):
         return opaque(node)
     word = words.get(exponent)
+    if word == "square" and not _is_root(view, x):
+        return square_of(view, node, x)
     below = view.see(x)
     if below and below.word == "sqrt" and exponent in (2, -1):
         inner = view.see(below.args[0])
@@ -153,11 +155,31 @@ def _pow(view: ViewLike, node: fx.Node) -> Term:
     return Term(word, (x,), (node,)) if word else Term("power", (x, exponent), (node,))
 
 
+def _is_root(view: ViewLike, x: object) -> bool:
+    term = view.see(x)
+    return term is not None and term.word == "sqrt"
+
+
+def square_of(view: ViewLike, node: fx.Node, x: fx.Node) -> Term:
+    """x ** 2, or that of the size of a real x, which is the same."""
+    below, dtype = view.see(x), view.facts.dtype(x)
+    real = below is not None and below.word == "abs" and dtype is not None
+    if real and not any(map(_may_be_complex, map(view.facts.dtype, below.args))):
+        return Term("square", below.args, (node, *below.nodes))
+    return Term("square", (x,), (node,))
+
+
+def _may_be_complex(dtype: torch.dtype | None) -> bool:
+    return dtype is None or dtype.is_complex
+
+
 def _unary(word: str, *spellings: object) -> None:
     @spelt(*spellings)
     def read(view: ViewLike, node: fx.Node) -> Term:
         (x,) = arguments(node, "input|self")
-        return Term(word, (x,), (node,)) if _safe(view, node, x, 1) else opaque(node)
+        if not _safe(view, node, x, 1):
+            return opaque(node)
+        return square_of(view, node, x) if word == "square" else Term(word, (x,), (node,))
 
 
 _unary("square", torch.square, ".square", ".square_", aten.square.default)
@@ -192,17 +214,23 @@ def _clone(view: ViewLike, node: fx.Node) -> Term:
     return opaque(node) if len(node.args) + len(node.kwargs) > 1 else Term("same", (x,), (node,))
 
 
-_unary("detach", aten.detach.default)  # before autograd it is not the same
+_unary("abs", torch.abs, ".abs", aten.abs.default)
+_unary("detach", aten.detach.default, ".detach")  # before autograd it is not the same
 
 
-@spelt(aten.expand.default, ".expand", ".expand_as", aten.expand_as.default)
+@spelt(aten.expand.default, ".expand", ".expand_as", aten.expand_as.default, torch.broadcast_to,
+       ".broadcast_to", aten.broadcast_to.default)  # fmt: skip
 def _expand(view: ViewLike, node: fx.Node) -> Term:
-    """One value a row, repeated for each column."""
+    """One value a row, repeated for each column, or a vector for each row (`spread`)."""
     x = node.args[0]
-    shapes = view.facts.shape(x), view.facts.shape(node)
-    if None in shapes or not shapes[1] or not same_shape(shapes[0], (*shapes[1][:-1], 1)):
+    one, whole = view.facts.shape(x), view.facts.shape(node)
+    if not one or not whole:
         return opaque(node)
-    return Term("expand", (x,), (node,))
+    if len(one) == 1 and known_equal(one[0], whole[-1]):
+        return Term("spread", (x,), (node,))
+    if same_shape(one, (*whole[:-1], 1)):
+        return Term("expand", (x,), (node,))
+    return opaque(node)
 
 
 # ---- whole norms ------------------------------------------------------------------------------

@@ -24,6 +24,8 @@ _VECTOR_NORM = "it divides by a vector norm, not by the root of a mean of square
 _EPS_OUTSIDE = "its eps is added outside of the root"
 _CLAMPED = "its root is clamped, where an eps is added to the mean of squares in an RMSNorm"
 _UNUSED = "the root of the mean of squares does not scale the tensor that it is made of"
+_DETACHED = "its statistic is detached: no gradient flows through it, as one does in RMSNorm"
+_TENSOR_EPS = "its eps is a tensor, and the op takes a number"
 _OTHER = "what it scales is not the tensor whose squares are averaged"
 _CLAMPS = ("clamp", "clamp_min", "maximum", "max")
 
@@ -34,7 +36,7 @@ def near_miss(view: View, node: fx.Node) -> str | None:
     if term.word == "rms_norm":
         return term.flaw or "it is not in a form that the op computes"
     if term.word == "unit_length":
-        return _VECTOR_NORM
+        return f"{_VECTOR_NORM} (F.normalize clamps that norm instead of adding an eps)"
     if term.word == "std":
         return _DEVIATION if _divides(view, node) else None
     if term.word not in ("rsqrt", "sqrt"):
@@ -61,8 +63,12 @@ def _under_root(view: View, root: Term) -> Term | None:
         is_mean = clamped is not None and clamped.word == "mean" and not clamped.flaw
         return Term("mean", clamped.args, below.nodes, _CLAMPED) if is_mean else None
     if below is not None and below.word == "add":
-        terms = (t for t in map(view.see, below.args) if t is not None)
+        added = below
+        terms = [t for t in map(view.see, below.args) if t is not None]
         below = next((t for t in terms if t.word in ("mean", "sum", "var")), None)
+        numbers = any(view.facts.is_number(a) for a in added.args)
+        if below is not None and below.word == "mean" and not numbers and not below.flaw:
+            below = Term("mean", below.args, below.nodes, _TENSOR_EPS)
     if below is None or below.word not in ("mean", "sum", "var"):
         return None
     if below.word == "var":
@@ -123,8 +129,12 @@ def _product_problem(view: View, node: fx.Node, below: Term) -> str:
     products = [t for t in terms if t.word == "mul"]
     if not products:
         return _UNUSED
-    if all(source is not stripped(view, a) for t in products for a in t.args):
-        return _OTHER
+    scaled = [stripped(view, a) for t in products for a in t.args]
+    if all(source is not s for s in scaled):
+        below = view.see(source)
+        detached = below is not None and below.word == "detach"
+        source = stripped(view, below.args[0]) if detached else None
+        return _DETACHED if any(source is s for s in scaled if detached) else _OTHER
     return "its parts do not combine to a form of RMSNorm that fxfuse knows"
 
 
@@ -139,6 +149,8 @@ def near_sum(view: View, node: fx.Node) -> str | None:
     if not any(all(isinstance(a, fx.Node) for a in t.args) for t in sums):
         return None
     if term.word == "cast":
+        if view.facts.dtype(node) == view.facts.dtype(term.args[0]):
+            return None
         return "the sum is cast before it is normed: it stays outside"
     return "the sum is scaled before it is normed: it stays outside"
 

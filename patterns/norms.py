@@ -45,9 +45,13 @@ def rms_norm_of(h: Expr, prefix: str = "", views: bool = False) -> Expr:
         return reshaped(inner) if views else inner
 
     mean_square = part("mean", mean(part("square", square(upcast(h, prefix + "statistic_cast")))))
+    mean_square = mean_square | word("expand", mean_square)
     eps = scalar(prefix + "eps")
     rstd = part("rstd", rsqrt(mean_square + eps) | rsqrt(mean_square))
-    weight = upcast(viewed(var(prefix + "weight")), prefix + "weight_cast", or_not=True)
+    vector = var(prefix + "weight")
+    weight = upcast(word("spread", vector), prefix + "weight_cast") | upcast(
+        viewed(vector), prefix + "weight_cast", or_not=True
+    )
     shifted = part("shifted", scalar(prefix + "offset") + weight)
     scale = part("scale", upcast(shifted) | weight)
 

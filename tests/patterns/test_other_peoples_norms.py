@@ -173,7 +173,40 @@ class CentredNumerator(Base):
         return ((x32 - x32.mean(-1, keepdim=True)) * inv).to(x.dtype) * self.weight
 
 
+class RootOfSumTimesRoot(Base):
+    def forward(self, x):
+        x32 = x.float()
+        root = torch.rsqrt((x32 * x32).sum(-1, keepdim=True) + self.dim * self.eps)
+        return (x32 * root * self.dim**0.5).to(x.dtype) * self.weight
+
+
+class BroadcastEverything(Base):  # as Haiku does
+    def forward(self, x):
+        mean_square = x.float().square().mean(-1, keepdim=True).broadcast_to(x.shape)
+        scale = torch.broadcast_to(self.weight, x.shape)
+        return (x.float() * (scale * torch.rsqrt(mean_square + self.eps))).to(x.dtype)
+
+
+class SquaresOfSizes(Base):
+    def forward(self, x):
+        f = x.float()
+        root = f.abs().pow(2).sum(-1, True).div(self.dim).add(self.eps).sqrt().reciprocal()
+        return self.weight.mul(f.mul(root).to(x.dtype))
+
+
+class EpsOfABuffer(Base):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("small", torch.tensor(EPS))
+
+    def forward(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.small) * self.weight
+
+
 NORMS = [
+    (RootOfSumTimesRoot, "rms_norm", EPS),
+    (BroadcastEverything, "rms_norm", EPS),
+    (SquaresOfSizes, "rms_norm", EPS),
     (Einsum, "rms_norm", EPS),
     (L2Scaled, "rms_norm", 0.0),
     (Flax, "rms_norm", EPS),
@@ -186,6 +219,7 @@ NORMS = [
 ]
 
 NEAR = [
+    (EpsOfABuffer, "its eps is a tensor"),  # an RMSNorm whose eps may change
     (InPlace, "it scales a tensor in place that is used elsewhere"),  # an RMSNorm in the end
     (EpsOutside, "its eps is added outside of the root"),
     (Normalize, "divides by a vector norm"),
@@ -194,7 +228,7 @@ NEAR = [
     (OverTokens, "the mean is over dim 1, not the last"),
     (ForgottenKeepdim, "drops the dimension that it reduces"),
     (Stale, "is written by add_"),
-    (Detached, "not the tensor whose squares are averaged"),
+    (Detached, "its statistic is detached"),
     (Clamped, "its root is clamped"),
     (CentredNumerator, "not the tensor whose squares are averaged"),
 ]
