@@ -202,7 +202,9 @@ _deviation("var", torch.var, ".var", aten.var.correction, aten.var.dim)
 @spelt(torch.unsqueeze, ".unsqueeze", aten.unsqueeze.default)
 def _unsqueeze(view: ViewLike, node: fx.Node) -> Term:
     x, dim = arguments(node, "input|self", "dim")
-    back = kept(view, node, x) if dim == -1 else None
+    shape = view.facts.shape(x)
+    is_last = dim == -1 or (shape is not None and dim == len(shape))
+    back = kept(view, node, x) if is_last else None
     return back or reshape(view, node, x)
 
 

@@ -51,7 +51,18 @@ def reshape(view: ViewLike, node: fx.Node, x: object, last: object = None) -> Te
     dtypes = view.facts.dtype(x), view.facts.dtype(node)
     if any(map(_is_dtype, others)) or (None not in dtypes and dtypes[0] != dtypes[1]):
         return opaque(node)
-    return Term("view", (x, last), (node,))
+    return Term("spread" if _is_one_row(view, node, x) else "view", (x, last), (node,))
+
+
+def _is_one_row(view: ViewLike, node: fx.Node, x: object) -> bool:
+    """Whether a vector is viewed as the one row of a larger tensor."""
+    one, row = view.facts.shape(x), view.facts.shape(node)
+    return (
+        one is not None
+        and row is not None
+        and len(one) == 1 < len(row)
+        and row[:-1] == ((1,) * (len(row) - 1))
+    )
 
 
 def _is_dtype(operand: object) -> bool:

@@ -105,6 +105,9 @@ def _div(view: ViewLike, node: fx.Node) -> Term:
     if node.kwargs.get("rounding_mode") or not _safe(view, node, x, y):
         return opaque(node)
     below = view.see(y)
+    inner = view.see(below.args[0]) if below and below.word == "expand" else None
+    if inner and inner.word == "sqrt":
+        below = Term("sqrt", inner.args, (*below.nodes, *inner.nodes))
     if below and below.word == "sqrt":
         if is_number(x) and x == 1:
             return Term("rsqrt", below.args, (node, *below.nodes))
@@ -219,7 +222,7 @@ _unary("detach", aten.detach.default, ".detach")  # before autograd it is not th
 
 
 @spelt(aten.expand.default, ".expand", ".expand_as", aten.expand_as.default, torch.broadcast_to,
-       ".broadcast_to", aten.broadcast_to.default)  # fmt: skip
+       ".broadcast_to", aten.broadcast_to.default, ".repeat", aten.repeat.default)  # fmt: skip
 def _expand(view: ViewLike, node: fx.Node) -> Term:
     """One value a row, repeated for each column, or a vector for each row (`spread`)."""
     x = node.args[0]

@@ -114,8 +114,6 @@ def _kind(node: fx.Node) -> str:
 
 def _product_problem(view: View, node: fx.Node, below: Term) -> str:
     source = stripped(view, view.see(below.args[0]).args[0])
-    if is_centred(view, source):
-        return CENTRED
     readers = list(node.users)
     for reader in readers:
         readers += reader.users if view.term(reader).word in ("cast", "expand", "same") else ()
@@ -130,6 +128,8 @@ def _product_problem(view: View, node: fx.Node, below: Term) -> str:
     if not products:
         return _UNUSED
     scaled = [stripped(view, a) for t in products for a in t.args]
+    if is_centred(view, source) and any(is_centred(view, s) for s in scaled):
+        return CENTRED
     if all(source is not s for s in scaled):
         below = view.see(source)
         detached = below is not None and below.word == "detach"

@@ -49,7 +49,7 @@ def rms_norm_of(h: Expr, prefix: str = "", views: bool = False) -> Expr:
     eps = scalar(prefix + "eps")
     rstd = part("rstd", rsqrt(mean_square + eps) | rsqrt(mean_square))
     vector = var(prefix + "weight")
-    weight = upcast(word("spread", vector), prefix + "weight_cast") | upcast(
+    weight = upcast(part("spread", word("spread", vector)), prefix + "weight_cast") | upcast(
         viewed(vector), prefix + "weight_cast", or_not=True
     )
     shifted = part("shifted", scalar(prefix + "offset") + weight)
@@ -149,11 +149,23 @@ def weight_problem(norm: Norm) -> str | None:
         return f"the weight is {name_of(dtype)}"
     if shape is None:
         return "the shape of the weight is not known: pass example_inputs to fxfuse.apply"
+    if norm.has("spread") and not _fits(norm.shape("spread"), norm.shape("h")):
+        return (
+            f"the weight is spread to {tuple(norm.shape('spread'))}, which may broadcast its rows"
+        )
     width = norm.shape("h")
     columns = norm.columns if norm.columns is not None else width[-1] if width else None
     if len(shape) != 1 or (columns is not None and not known_equal(shape[0], columns)):
         return f"the weight of shape {tuple(shape)} is not one value per column"
     return None
+
+
+def _fits(weight: tuple | None, rows: tuple | None) -> bool:
+    """Whether rows times a weight of this shape are known to have the shape of the rows."""
+    if weight is None or rows is None or len(weight) > len(rows):
+        return False
+    pairs = zip(weight[::-1], rows[::-1])
+    return all(known_equal(one, other) or known_equal(one, 1) for one, other in pairs)
 
 
 def saved_rstd(norm: Norm, attributes: dict) -> Viewed | None:

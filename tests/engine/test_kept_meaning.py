@@ -197,6 +197,17 @@ def test_one_column_that_is_spread_over_many():
     assert fxfuse.apply(aten(Of(function), args))(*args).shape == (4, 8)
 
 
+@pytest.mark.parametrize("spread", [lambda w: w.view(1, 1, N), lambda w: w.expand(4, N)])
+def test_a_weight_that_broadcasts_the_rows(spread):
+    def function(x, w):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS) * spread(w)
+
+    args = values((1, N), (N,))
+    got, want = fxfuse.apply(aten(Of(function), args))(*args), function(*args)
+    assert got.shape == want.shape
+    torch.testing.assert_close(got, want)
+
+
 def test_a_root_in_fp64_gives_fp64():
     def function(x):
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS).double()

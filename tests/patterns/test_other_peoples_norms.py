@@ -203,7 +203,22 @@ class EpsOfABuffer(Base):
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.small) * self.weight
 
 
+class FlaxOrder(Base):
+    def forward(self, x):
+        mean_square = torch.unsqueeze(torch.mean(torch.square(x), dim=-1), -1)
+        root = torch.rsqrt(mean_square + self.eps)
+        return x * (root * self.weight.reshape((1,) * (x.ndim - 1) + (-1,)))
+
+
+class Student(Base):
+    def forward(self, x):
+        root = (torch.sum(x * x, dim=2) / self.dim + self.eps).sqrt()
+        return self.weight * (x / root.unsqueeze(2).repeat(1, 1, self.dim))
+
+
 NORMS = [
+    (FlaxOrder, "rms_norm", EPS),
+    (Student, "rms_norm", EPS),
     (RootOfSumTimesRoot, "rms_norm", EPS),
     (BroadcastEverything, "rms_norm", EPS),
     (SquaresOfSizes, "rms_norm", EPS),
@@ -218,7 +233,15 @@ NORMS = [
     (HeadsZeroCentred, "rms_norm", EPS),
 ]
 
+
+class CentredStatistic(Base):
+    def forward(self, x):
+        centred = x - x.mean(-1, keepdim=True)
+        return x * torch.rsqrt(centred.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight
+
+
 NEAR = [
+    (CentredStatistic, "what it scales is not the tensor whose squares are averaged"),
     (EpsOfABuffer, "its eps is a tensor"),  # an RMSNorm whose eps may change
     (InPlace, "it scales a tensor in place that is used elsewhere"),  # an RMSNorm in the end
     (EpsOutside, "its eps is added outside of the root"),
