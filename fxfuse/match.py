@@ -348,9 +348,9 @@ class Upcast(Expr):
         mark = b.mark()
         term = b.view.see(operand)
         first, cast = operand, None
-        while term is not None and (term.word == "same" or _keeps(b.facts, term)):
+        while term is not None and _keeps(b.facts, term):
             b.nodes.extend(term.nodes)
-            cast = cast or (term.nodes[0] if term.word == "cast" else None)
+            cast = cast or term.nodes[0]
             operand = term.args[0]
             term = b.view.see(operand)
         if cast is not None and self.name and self.name not in b.names:

@@ -141,7 +141,8 @@ def _product_problem(view: View, node: fx.Node, below: Term) -> str:
 def near_sum(view: View, node: fx.Node) -> str | None:
     """Why a sum that a norm reads, perhaps after one more step, is not taken in, or None."""
     term = view.term(node)
-    if term.word not in ("add", "cast", "mul", "div") or not _is_normed(view, node):
+    steps = () if view.facts.after_autograd else ("add", "cast", "mul", "div")
+    if term.word not in steps or not _is_normed(view, node):
         return None
     if term.word == "add":
         return f"{term.flaw}: the sum stays outside" if term.flaw else None
