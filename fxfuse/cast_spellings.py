@@ -68,3 +68,12 @@ def _relaid(given: Iterable[object]) -> bool:
     """True if a cast is told how its result should lie in memory, other than as its operand."""
     kept = (torch.preserve_format, torch.strided)
     return any(isinstance(a, (torch.memory_format, torch.layout)) and a not in kept for a in given)
+
+
+def behind_casts(view: ViewLike, operand: object) -> object:
+    """An operand without casts, and what else leaves values as they are."""
+    term = view.see(operand)
+    while term is not None and term.word in ("cast", "same"):
+        operand = term.args[0]
+        term = view.see(operand)
+    return operand

@@ -100,8 +100,8 @@ class Facts:
         """
         source, index = (*node.args, None, None)[:2]
         if node.target is operator.getitem and isinstance(source, fx.Node):
-            asks, source = source.target is getattr and source.args[1] == "shape", source.args[0]
-            asks = asks and isinstance(index, int)
+            asks = source.target is getattr and source.args[1] == "shape" and isinstance(index, int)
+            source = source.args[0] if asks else None
         else:
             asks = node.op == "call_method" and node.target == "size" and isinstance(index, int)
         if node.op == "call_method" and node.target == "dim":

@@ -11,11 +11,11 @@ import torch
 from torch import fx
 
 from fxfuse.facts import known_equal
+from fxfuse.powers import STEPS, width_of
 from fxfuse.shape_spellings import reshape
-from fxfuse.term import Term, ViewLike, arguments, opaque, spelt
+from fxfuse.term import Term, ViewLike, arguments, is_number, opaque, spelt
 
 aten = torch.ops.aten
-_WIDE = (torch.float32, torch.float64)
 
 _DROPPED = "it drops the dimension that it reduces (keepdim=False)"
 
@@ -59,88 +59,35 @@ def mean_of_sum(view: ViewLike, node: fx.Node, total: object, divisor: object) -
     term = view.see(total)
     if term is None or term.word != "sum":
         return None
-    return Term("mean", term.args, (node, *term.nodes), term.flaw or _no_mean(view, term, divisor))
+    width = width_of(view.facts, term)
+    known = isinstance(width, int) and is_number(divisor)
+    if known and abs(divisor - width) > 1e-9 * width:
+        return None
+    return Term("mean", term.args, (node, *term.nodes), _no_mean(width, divisor) or term.flaw)
 
 
-def _no_mean(view: ViewLike, total: Term, divisor: object) -> str | None:
+def _no_mean(width: object, divisor: object) -> str | None:
     """Why a sum over the last dimension that is divided is not known to be a mean, or None."""
-    shape = view.facts.shape(_tensor(view, total))
-    width = shape[-1] if shape else None
     if width is None:
         return "the sum of squares is divided by a number that may not be the width (no shapes)"
     if isinstance(divisor, fx.Node):
         size = divisor.meta.get("example_value", divisor.meta.get("val"))
         return None if size is not None and known_equal(size, width) else _OTHER_WIDTH
-    if not isinstance(width, int):
-        return _OTHER_WIDTH
-    if abs(divisor - width) > 1e-9 * width:
-        return f"the sum of squares is divided by {divisor:g}, not by the width {width}"
-    return None
+    return None if isinstance(width, int) else _OTHER_WIDTH
 
 
 _OTHER_WIDTH = "the sum of squares is divided by what is not known to be the (symbolic) width"
 
 
-def _tensor(view: ViewLike, total: Term) -> object:
-    """The tensor whose values, or their squares, are summed."""
-    inner = total.args[0]
-    while isinstance(inner, Term):
-        inner = inner.args[0]
-    return inner
+@spelt(torch.nn.functional.adaptive_avg_pool1d, aten.adaptive_avg_pool1d.default)
+def _pool(view: ViewLike, node: fx.Node) -> Term:
+    """A pool of one value has the mean of all that it pools."""
+    x, size = arguments(node, "input|self", "output_size")
+    return Term("mean", (x,), (node,)) if size in (1, (1,), [1]) else opaque(node)
 
 
-def root_of_mean(view: ViewLike, node: fx.Node, root: object, factor: float) -> Term | None:
-    """sqrt(sum(x)) / sqrt(N) as sqrt(mean(x)), and x / sqrt(sum(x)) * sqrt(N) likewise."""
-    term = view.see(root)
-    if term is None or term.flaw:
-        return None
-    if term.word == "sqrt":
-        mean = _scaled_sum(view, term, 1 / factor**2)
-        return mean and Term("sqrt", (mean,), (node, *term.nodes))
-    if term.word == "mul":
-        for x, other in (term.args, term.args[::-1]):
-            below = view.see(other)
-            if below is not None and below.word == "rsqrt":
-                mean = _scaled_sum(view, below, factor**2)
-                inner = mean and Term("rsqrt", (mean,), below.nodes)
-                return inner and Term("mul", (x, inner), (node, *term.nodes))
-    return None
-
-
-def scaled_numerator(view: ViewLike, node: fx.Node, x: object, root: Term) -> Term | None:
-    """sqrt(N) * x / sqrt(sum(y)) as x * rsqrt(mean(y))."""
-    term = view.see(x)
-    if term is None or term.word != "mul" or view.facts.dtype(x) not in _WIDE:
-        return None  # a half would be rounded before it is divided
-    for inner, factor in (term.args, term.args[::-1]):
-        number = view.facts.constant(factor)
-        mean = _scaled_sum(view, root, number**2) if number else None
-        if mean:
-            nodes = (node, *term.nodes)
-            return Term("mul", (inner, Term("rsqrt", (mean,), root.nodes)), nodes)
-    return None
-
-
-def _scaled_sum(view: ViewLike, root: Term, divisor: float) -> Term | None:
-    """What is under a root, (sum + eps) / N, as mean + eps / N."""
-    total = view.see(root.args[0])
-    if total is not None and total.word == "add" and not total.flaw:
-        for inner, eps in (total.args, total.args[::-1]):
-            number, mean = view.facts.constant(eps), _mean(view, view.see(inner), divisor)
-            if number is not None and mean:
-                return Term("add", (mean, number / divisor), total.nodes)
-        return None
-    return _mean(view, total, divisor)
-
-
-def _mean(view: ViewLike, total: Term | None, divisor: float) -> Term | None:
-    if total is None or total.word != "sum" or total.flaw or _no_mean(view, total, divisor):
-        return None
-    return Term("mean", total.args, total.nodes)
-
-
-@spelt(torch.linalg.vector_norm, torch.norm, ".norm", aten.linalg_vector_norm.default,
-       aten.norm.ScalarOpt_dim)  # fmt: skip
+@spelt(torch.linalg.vector_norm, torch.norm, torch.linalg.norm, ".norm",
+       aten.linalg_vector_norm.default, aten.norm.ScalarOpt_dim)  # fmt: skip
 def _vector_norm(view: ViewLike, node: fx.Node) -> Term:
     """The root of the sum of the squares of the last dimension."""
     x, order, dim, keepdim = arguments(node, "input|self|x", "p|ord", "dim", "keepdim")
@@ -168,20 +115,27 @@ def _vecdot(view: ViewLike, node: fx.Node) -> Term:
 
 @spelt(torch.einsum, torch.functional.einsum, aten.einsum.default)
 def _einsum(view: ViewLike, node: fx.Node) -> Term:
-    """The squares of the last dimension, summed: "...d,...d->..." of one tensor."""
+    """Sums of the last dimension, of one tensor or its squares, and rows times a vector."""
     equation, *operands = node.args
     if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
         operands = operands[0]
-    if not isinstance(equation, str) or len(operands) != 2 or operands[0] is not operands[1]:
+    if not isinstance(equation, str):
         return opaque(node)
     given, _, result = equation.replace(" ", "").partition("->")
-    one, _, other = given.partition(",")
-    summed = one[-1:]
-    rows = one[:-1].replace("...", "")
-    plain = one == other and one[:-1] == result and summed.isalpha() and summed not in rows
-    if not plain or len(set(rows)) < len(rows):
+    subscripts = given.split(",")
+    rows = max(subscripts, key=len)
+    letters = rows.replace("...", "")
+    if not letters.isalpha() or len(set(letters)) < len(letters) or rows.endswith("..."):
         return opaque(node)
-    return _sum_of_squares(node, operands[0], keeps=False)
+    if result == rows[:-1] and set(subscripts) == {rows} and len(set(operands)) == 1:
+        if len(operands) == 1:
+            return Term("sum", (operands[0],), (node,), _DROPPED)
+        return (
+            _sum_of_squares(node, operands[0], keeps=False) if len(operands) == 2 else opaque(node)
+        )
+    if result == rows and sorted(subscripts) == sorted((rows, rows[-1])):
+        return Term("mul", tuple(operands), (node,))
+    return opaque(node)
 
 
 @spelt(torch.nn.functional.normalize)
@@ -193,6 +147,28 @@ def _deviation(word: str, *spellings: object) -> None:
     @spelt(*spellings)
     def read(view: ViewLike, node: fx.Node) -> Term:
         return Term(word, node.args[:1], (node,))
+
+
+def mean_of_squares(view: ViewLike, node: fx.Node, x: object, y: object) -> Term | None:
+    """var(x) + mean(x) ** 2 of the last dimension, where var divides by N, as mean(x ** 2)."""
+    for variance, other in ((x, y), (y, x)):
+        var, square = view.see(variance), view.see(other)
+        if var is None or square is None or (var.word, square.word) != ("var", "square"):
+            continue
+        mean = view.see(square.args[0])
+        if mean is None or mean.word != "mean" or mean.flaw or mean.args != var.args:
+            continue
+        if _is_mean_of_deviations(view, var.nodes[0]):
+            nodes = (node, *var.nodes, *square.nodes, *mean.nodes)
+            return Term("mean", (Term("square", var.args, nodes),), nodes)
+    return None
+
+
+def _is_mean_of_deviations(view: ViewLike, var: fx.Node) -> bool:
+    x, dim, unbiased, keepdim = arguments(var, "input|self", "dim", "unbiased", "keepdim")
+    divides_by_width = unbiased is False or var.kwargs.get("correction") == 0
+    given = dim is not None and not isinstance(dim, bool)  # var(x, False) is of all dimensions
+    return given and keepdim is True and divides_by_width and not _not_last(view, x, dim, "var")
 
 
 _deviation("std", torch.std, ".std", aten.std.correction, aten.std.dim)
@@ -215,10 +191,10 @@ def kept(view: ViewLike, node: fx.Node, x: object) -> Term | None:
         return None
     if term.flaw == _DROPPED:
         return Term(term.word, term.args, (node, *term.nodes))
-    if term.flaw is None and term.word in ("rsqrt", "sqrt", "add", "mul", "div"):
-        numbers = [view.facts.is_number(a) for a in term.args]
-        if numbers.count(False) == 1:
-            at = numbers.index(False)
+    if term.flaw is None and term.word in STEPS:
+        tensors = [a is not None and not view.facts.is_number(a) for a in term.args]
+        if tensors.count(True) == 1:
+            at = tensors.index(True)
             inner = kept(view, node, term.args[at])
             args = (*term.args[:at], inner, *term.args[at + 1 :])
             return inner and Term(term.word, args, term.nodes)

@@ -20,7 +20,7 @@ from fxfuse.gate_spellings import (
     silu_of_product,
     silu_of_quotient,
 )
-from fxfuse.mean_spellings import kept, mean_of_sum, root_of_mean, scaled_numerator
+from fxfuse.mean_spellings import kept, mean_of_squares, mean_of_sum
 from fxfuse.term import Attr, Term, ViewLike, arguments, is_number, opaque, spelt
 
 aten = torch.ops.aten
@@ -60,7 +60,8 @@ def _add(view: ViewLike, node: fx.Node) -> Term:
         return opaque(node)
     plain = alpha is None or (is_number(alpha) and alpha == 1)
     flaw = None if plain else f"the add multiplies an operand (alpha={alpha})"
-    return Term("add", (x, y), (node,), flaw)
+    mean = None if flaw else mean_of_squares(view, node, x, y)
+    return mean or Term("add", (x, y), (node,), flaw)
 
 
 @spelt(operator.sub, torch.sub, torch.subtract, ".sub", ".subtract", aten.sub.Tensor)
@@ -83,7 +84,6 @@ def _mul(view: ViewLike, node: fx.Node) -> Term:
             return Term("same", (other,), (node,))
         if is_number(factor) and factor > 0:
             mean = mean_of_sum(view, node, other, 1 / factor)
-            mean = mean or root_of_mean(view, node, other, factor)
             if mean:
                 return mean
     return silu_of_product(view, node, x, y) or Term("mul", (x, y), (node,))
@@ -111,14 +111,11 @@ def _div(view: ViewLike, node: fx.Node) -> Term:
     if below and below.word == "sqrt":
         if is_number(x) and x == 1:
             return Term("rsqrt", below.args, (node, *below.nodes))
-        scaled = scaled_numerator(view, node, x, below)
-        return scaled or Term("mul", (x, Term("rsqrt", below.args, below.nodes)), (node,))
+        return Term("mul", (x, Term("rsqrt", below.args, below.nodes)), (node,))
     divisor = view.facts.constant(y)
     mean = None
     if divisor is not None or not view.facts.is_tensor(y):
         mean = mean_of_sum(view, node, x, y if divisor is None else divisor)
-    if mean is None and divisor:
-        mean = root_of_mean(view, node, x, 1 / divisor)
     if is_number(x) and x == 1:
         return Term("reciprocal", (y,), (node,))
     return mean or silu_of_quotient(view, node, x, y) or Term("div", (x, y), (node,))
@@ -136,31 +133,24 @@ def _reciprocal(view: ViewLike, node: fx.Node) -> Term:
     return Term("reciprocal", (x,), (node,))
 
 
+_POWERS = {2: "square", -0.5: "rsqrt", 0.5: "sqrt"}
+
+
 @spelt(
     operator.pow, torch.pow, ".pow", ".pow_", operator.ipow,
     aten.pow.Tensor_Scalar, aten.pow_.Scalar,
 )  # fmt: skip
 def _pow(view: ViewLike, node: fx.Node) -> Term:
     x, exponent = arguments(node, "input|self", "exponent")
-    words = {2.0: "square", -0.5: "rsqrt", 0.5: "sqrt"}
+    word = _POWERS.get(exponent) if is_number(exponent) else None
     if not is_number(exponent) or not isinstance(x, fx.Node) or not _safe(view, node, x, exponent):
         return opaque(node)
-    word = words.get(exponent)
-    if word == "square" and not _is_root(view, x):
+    if word == "square":
         return square_of(view, node, x)
     below = view.see(x)
-    if below and below.word == "sqrt" and exponent in (2, -1):
-        inner = view.see(below.args[0])
-        if exponent == -1:
-            return Term("rsqrt", below.args, (node, *below.nodes))
-        if inner is not None:
-            return Term(inner.word, inner.args, (node, *below.nodes, *inner.nodes), inner.flaw)
+    if below and below.word == "sqrt" and exponent == -1:
+        return Term("rsqrt", below.args, (node, *below.nodes))
     return Term(word, (x,), (node,)) if word else Term("power", (x, exponent), (node,))
-
-
-def _is_root(view: ViewLike, x: object) -> bool:
-    term = view.see(x)
-    return term is not None and term.word == "sqrt"
 
 
 def square_of(view: ViewLike, node: fx.Node, x: fx.Node) -> Term:
@@ -200,6 +190,7 @@ def _sqrt(view: ViewLike, node: fx.Node) -> Term:
     return Term("sqrt", (x,), (node,))
 
 
+_unary("log", torch.log, ".log", aten.log.default)
 _unary("same", aten.alias.default)
 
 

@@ -14,6 +14,7 @@ from torch import fx
 
 from fxfuse.facts import Facts
 from fxfuse.memory import Memory
+from fxfuse.powers import simplified
 from fxfuse.spellings import read_leaf
 from fxfuse.term import READERS, Term, opaque
 
@@ -67,4 +68,4 @@ class View:
             reader = READERS.get(node.target)
         elif node.op == "call_method":
             reader = READERS.get("." + node.target)
-        return reader(self, node) if reader else opaque(node)
+        return simplified(self, reader(self, node)) if reader else opaque(node)

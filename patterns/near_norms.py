@@ -11,12 +11,15 @@ from fxfuse.match import (
     Fusion,
     Term,
     View,
+    behind_casts,
     named,
+    power_of,
     same_shape,
     upcast,
     var,
+    width_of,
 )
-from fxfuse.patterns.centred import CENTRED, is_centred, stripped
+from fxfuse.patterns.centred import CENTRED, is_centred
 from fxfuse.patterns.norms import Norm, rms_norm_of, weight_problem
 
 _DEVIATION = "it divides by a standard deviation, not by the root of a mean of squares"
@@ -43,7 +46,7 @@ def near_miss(view: View, node: fx.Node) -> str | None:
         return None
     below = _under_root(view, term)
     if below is None:
-        return None
+        return _scale_problem(view, node)
     if below.word == "var":
         return _DEVIATION if term.word == "rsqrt" or _divides(view, node) else None
     if below.word == "sum" and node in below.nodes:
@@ -53,6 +56,20 @@ def near_miss(view: View, node: fx.Node) -> str | None:
     if below.word == "sum":
         return "it divides by the root of a sum of squares, not of their mean"
     return _product_problem(view, node, below)
+
+
+def _scale_problem(view: View, node: fx.Node) -> str | None:
+    """Why a root of a mean of squares that is multiplied by a number is none of a mean, or None."""
+    power = power_of(view, node)
+    squares = view.see(power.total.args[0]) if power else None
+    if squares is None or squares.word != "square" or abs(power.exponent) != 0.5:
+        return None
+    if power.exponent > 0 and not _divides(view, node):
+        return None
+    width = width_of(view.facts, power.total)
+    if power.total.word == "sum" and width is not None:
+        return f"the sum of squares is divided by {1 / power.scale:g}, not by the width {width}"
+    return f"its {power.total.word} of squares is multiplied by {power.scale:g}"
 
 
 def _under_root(view: View, root: Term) -> Term | None:
@@ -65,6 +82,7 @@ def _under_root(view: View, root: Term) -> Term | None:
     if below is not None and below.word == "add":
         added = below
         terms = [t for t in map(view.see, below.args) if t is not None]
+        terms += [t for sum in terms if sum.word == "add" for t in map(view.see, sum.args) if t]
         below = next((t for t in terms if t.word in ("mean", "sum", "var")), None)
         numbers = any(view.facts.is_number(a) for a in added.args)
         if below is not None and below.word == "mean" and not numbers and not below.flaw:
@@ -113,7 +131,7 @@ def _kind(node: fx.Node) -> str:
 
 
 def _product_problem(view: View, node: fx.Node, below: Term) -> str:
-    source = stripped(view, view.see(below.args[0]).args[0])
+    source = behind_casts(view, view.see(below.args[0]).args[0])
     readers = list(node.users)
     for reader in readers:
         readers += reader.users if view.term(reader).word in ("cast", "expand", "same") else ()
@@ -127,13 +145,13 @@ def _product_problem(view: View, node: fx.Node, below: Term) -> str:
     products = [t for t in terms if t.word == "mul"]
     if not products:
         return _UNUSED
-    scaled = [stripped(view, a) for t in products for a in t.args]
+    scaled = [behind_casts(view, a) for t in products for a in t.args]
     if is_centred(view, source) and any(is_centred(view, s) for s in scaled):
         return CENTRED
     if all(source is not s for s in scaled):
         below = view.see(source)
         detached = below is not None and below.word == "detach"
-        source = stripped(view, below.args[0]) if detached else None
+        source = behind_casts(view, below.args[0]) if detached else None
         return _DETACHED if any(source is s for s in scaled if detached) else _OTHER
     return "its parts do not combine to a form of RMSNorm that fxfuse knows"
 

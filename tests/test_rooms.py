@@ -18,6 +18,7 @@ LAYERS = [
     ["memory"],
     ["term"],
     ["cast_spellings", "gate_spellings", "shape_spellings"],
+    ["powers"],
     ["mean_spellings"],
     ["spellings"],
     ["view"],

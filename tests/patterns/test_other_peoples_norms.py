@@ -1,5 +1,7 @@
 """RMSNorms as other people write them, and what is almost one."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -216,7 +218,112 @@ class Student(Base):
         return self.weight * (x / root.unsqueeze(2).repeat(1, 1, self.dim))
 
 
+class CancellingFactors(Base):
+    def forward(self, x):
+        energy = 0.5 * (x * x).sum(-1, keepdim=True)
+        return x * torch.rsqrt(energy * (2 / self.dim) + self.eps) * self.weight
+
+
+class CancellingFactorsDropped(Base):
+    def forward(self, x):
+        energy = 0.5 * (x * x).sum(-1)
+        return x * torch.rsqrt(energy * 2 / self.dim + self.eps).unsqueeze(-1) * self.weight
+
+
+class Logarithms(Base):
+    def forward(self, x):
+        log = torch.log(x.pow(2).mean(-1) + self.eps)
+        return x * torch.exp(-0.5 * log)[..., None] * self.weight
+
+
+class EpsInTheMean(Base):
+    def forward(self, x):
+        return x * torch.rsqrt((x * x + self.eps).mean(-1, True)) * self.weight
+
+
+class SquaresOfScaled(Base):
+    def forward(self, x):
+        share = (x / math.sqrt(self.dim)) ** 2
+        return x / torch.sqrt(share.sum(-1, keepdim=True) + self.eps) * self.weight
+
+
+class ScaledWeight(Base):
+    def forward(self, x):
+        return x / x.norm(dim=-1, keepdim=True) * (self.weight * self.dim**0.5)
+
+
+class Pool(Base):
+    def forward(self, x):
+        return F.adaptive_avg_pool1d(x * x, 1).add(self.eps).pow(-0.5) * x * self.weight
+
+
+class EinsumOfTheWeight(Base):
+    def forward(self, x):
+        mean_square = torch.einsum("bsd->bs", x**2) / self.dim
+        unit = x * torch.rsqrt(mean_square + self.eps).unsqueeze(-1)
+        return torch.einsum("bsd,d->bsd", unit, self.weight)
+
+
+class RootOfReciprocal(Base):
+    def forward(self, x):
+        return self.weight * x * (1 / (x.square().mean(-1, True) + self.eps)) ** 0.5
+
+
+class SquaredNorm(Base):
+    def forward(self, x):
+        rms = torch.linalg.norm(x, dim=-1, keepdim=True) / self.dim**0.5
+        return x / (rms * rms + self.eps).sqrt() * self.weight
+
+
+class TwiceBoth(Base):
+    def forward(self, x):
+        square = 4 * x.pow(2).mean(-1, True) + 4 * self.eps
+        return (2 * x) * torch.rsqrt(square) * self.weight
+
+
+class ScaledBefore(Base):  # its input is the scaled tensor, whose mean of squares it takes
+    def forward(self, x):
+        h = x * self.dim**0.5
+        return h / torch.sqrt(h.pow(2).sum(-1, True) + self.eps) * self.dim**0.5 * self.weight
+
+
+class VarianceAndMean(Base):
+    def forward(self, x):
+        moment = x.var(-1, unbiased=False, keepdim=True) + x.mean(-1, keepdim=True) ** 2
+        return x * torch.rsqrt(moment + self.eps) * self.weight
+
+
+class UnbiasedVarianceAndMean(Base):
+    def forward(self, x):
+        moment = x.var(-1, keepdim=True) + x.mean(-1, keepdim=True) ** 2
+        return x * torch.rsqrt(moment + self.eps) * self.weight
+
+
+class WrongWidthDropped(Base):
+    def forward(self, x):
+        root = torch.rsqrt(x.pow(2).sum(-1) / 5 + self.eps)
+        return x * root.unsqueeze(-1) * self.weight
+
+
+class ScaledMean(Base):
+    def forward(self, x):
+        return x * torch.rsqrt(0.7 * x.pow(2).mean(-1, True) + self.eps) * self.weight
+
+
 NORMS = [
+    (CancellingFactors, "rms_norm", EPS),
+    (CancellingFactorsDropped, "rms_norm", EPS),
+    (Logarithms, "rms_norm", EPS),
+    (EpsInTheMean, "rms_norm", EPS),
+    (SquaresOfScaled, "rms_norm", EPS),
+    (ScaledWeight, "rms_norm", 0.0),
+    (Pool, "rms_norm", EPS),
+    (EinsumOfTheWeight, "rms_norm", EPS),
+    (RootOfReciprocal, "rms_norm", EPS),
+    (SquaredNorm, "rms_norm", EPS),
+    (TwiceBoth, "rms_norm", EPS),
+    (ScaledBefore, "rms_norm", EPS / D),
+    (VarianceAndMean, "rms_norm", EPS),
     (FlaxOrder, "rms_norm", EPS),
     (Student, "rms_norm", EPS),
     (RootOfSumTimesRoot, "rms_norm", EPS),
@@ -241,6 +348,9 @@ class CentredStatistic(Base):
 
 
 NEAR = [
+    (UnbiasedVarianceAndMean, "divides by a standard deviation"),
+    (WrongWidthDropped, "the sum of squares is divided by 5, not by the width 32"),
+    (ScaledMean, "its mean of squares is multiplied by 0.7"),
     (CentredStatistic, "what it scales is not the tensor whose squares are averaged"),
     (EpsOfABuffer, "its eps is a tensor"),  # an RMSNorm whose eps may change
     (InPlace, "it scales a tensor in place that is used elsewhere"),  # an RMSNorm in the end
