@@ -49,6 +49,27 @@ class BadExampleInputs(FxfuseError, ValueError):
     )
 
 
+class NoValues(FxfuseError, ValueError):
+    template = (
+        "the model or an input is on the meta device, where nothing can be computed: make it on "
+        "another device, or look at it with fxfuse.explain"
+    )
+
+
+class CannotCopy(FxfuseError, ValueError):
+    template = (
+        "the model or its inputs cannot be copied ({problem}): each run needs a copy, so make "
+        "copy.deepcopy work on them"
+    )
+
+
+class InnerFailed(FxfuseError, RuntimeError):
+    template = (
+        "the inner compiler {inner!r} cannot run this model, without a rewrite either "
+        "({problem}): choose another, such as 'eager'"
+    )
+
+
 class TargetError(FxfuseError):
     """The command line's TARGET cannot be used."""
 
