@@ -38,7 +38,7 @@ def of_graph(gm: torch.fx.GraphModule) -> torch.fx.GraphModule:
 
 
 def of_call(model: Callable, args: tuple, kwargs: dict) -> tuple[Callable, tuple, dict]:
-    """What `model(*args, **kwargs)` may write to is copied: the model, what it captures, the inputs.
+    """What `model(*args, **kwargs)` may write to is copied: model, what it captures, inputs.
 
     What is one tensor in several places is one in the copy.
     """

@@ -51,8 +51,8 @@ class BadExampleInputs(FxfuseError, ValueError):
 
 class NoValues(FxfuseError, ValueError):
     template = (
-        "the model or an input is on the meta device, where nothing can be computed: make it on "
-        "another device, or look at it with fxfuse.explain"
+        "{what} is on the meta device, where nothing can be computed: make it on another device, "
+        "or look at it with fxfuse.explain or fxfuse inspect"
     )
 
 

@@ -20,7 +20,7 @@ NaN, inf and -inf have to be in the same places; integers and booleans have to b
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -61,21 +61,17 @@ class Comparison:
 
 
 def compare(
-    eager: Values, fused: Values, truth: Values | None, moved: Callable[[], Sequence[Values]] | None
+    eager: Values, fused: Values, truth: Values | None = None, moved: Sequence[Values] = ()
 ) -> list[Comparison]:
     """A `Comparison` for each value by name; values are tensors, numbers, or anything with `==`.
 
-    truth: the same in fp64, or None. moved: gives the values of runs that were moved by one step;
-    called only where it decides.
+    truth: the same in fp64, or None. moved: the values of runs that were moved by one step.
     """
     found = [_one(n, eager, fused, truth) for n in dict.fromkeys((*eager, *fused))]
-    if moved is not None and any(not one.ok and not one.problem for one in found):
-        runs = moved()
-        found = [
-            one if one.ok or one.problem else _by_moving(one, eager, fused, truth, runs)
-            for one in found
-        ]
-    return found
+    return [
+        one if one.ok or one.problem else _by_moving(one, eager, fused, truth, moved)
+        for one in found
+    ]
 
 
 def together(found: Sequence[Comparison]) -> tuple[float, float]:
@@ -138,9 +134,7 @@ class _Errors:
         self.eager = eager
         self.sizes = {k: v or torch.finfo(self.dtype).tiny for k, v in _norms(self.right).items()}
 
-    def judged(
-        self, one: Comparison, fused: torch.Tensor, limits: dict[str, float]
-    ) -> Comparison:
+    def judged(self, one: Comparison, fused: torch.Tensor, limits: dict[str, float]) -> Comparison:
         own, got, root = self.of(self.eager), self.of(fused), math.sqrt(self.right.numel())
         measure = max(FACTORS, key=lambda norm: got[norm] / limits[norm])
         lengths = (e["rms"] * self.sizes["rms"] * root for e in (own, got, {"rms": 1.0}))
@@ -204,7 +198,8 @@ def _is_value(value: object) -> bool:
 
 def _plain(name: str, eager: object, fused: object) -> Comparison:
     same = type(eager) is type(fused) and (_is_opaque(eager) or eager == fused)
-    return Comparison(name, same, problem="" if same else f"fused {fused!r:.40}, eager {eager!r:.40}")
+    problem = "" if same else f"it is {fused!r:.40} fused, {eager!r:.40} eager"
+    return Comparison(name, same, problem=problem)
 
 
 def _is_opaque(value: object) -> bool:

@@ -1,4 +1,4 @@
-"""What a comparison of runs is made with: gradients to begin from, and tensors moved by one step."""
+"""What runs are compared with: gradients to begin from, and tensors moved by one step."""
 
 from __future__ import annotations
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from fxfuse.judge import Comparison, together
@@ -108,13 +109,18 @@ class Verification:
         how += ", forward and backward" if self.train else ", forward only"
         lines = [f"{'good' if self.ok else 'not good'}: {how}"]
         if self.reason:
-            lines.append(self.reason)
+            lines.append(textwrap.fill(self.reason, 79))
         if self.first_bad is not None:
-            lines.append(f"first site that differs: {self.first_bad}")
-            lines += [self.first_bad.problem] if self.first_bad.problem else []
+            text = f"first site that differs: {self.first_bad}; {self.first_bad.problem}"
+            lines.append(textwrap.fill(text, 79, subsequent_indent="  ", break_on_hyphens=False))
         if self.fuel is not None:
-            lines.append(f"FXFUSE_FUEL={self.fuel} stops behind it, {self.fuel - 1} before it")
-        ran = Counter((site.op, _sides(site)) for site in self.sites)
+            text = f"FXFUSE_FUEL={self.fuel} is the least with which it is rewritten"
+            lines.append(f"{text}, FXFUSE_FUEL={self.fuel - 1} leaves it")
+        # A fork is a site of two patterns, with one op.
+        calls = {
+            (site.op, _sides(site), site.module, site.where, site.nodes) for site in self.sites
+        }
+        ran = Counter((op, sides) for op, sides, *_ in calls)
         lines += [f"{n:4} x {op} ({sides})" for (op, sides), n in sorted(ran.items())]
         return "\n".join(lines)
 
@@ -198,7 +204,3 @@ def _finite(value: object) -> object:
         return [_finite(v) for v in value]
     is_number = isinstance(value, float) and abs(value) < float("inf")
     return value if is_number or not isinstance(value, float) else str(value)
-
-
-def differing(groups: Iterable[Comparison]) -> list[Comparison]:
-    return [one for one in groups if not one.ok]

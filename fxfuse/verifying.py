@@ -1,11 +1,12 @@
-"""`verify`: a model compiled with fxfuse against the same model eager, as a whole and at each site."""
+"""`verify`: a model compiled with fxfuse against itself eager, as a whole and at each site."""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -68,134 +69,135 @@ def verify(
     backend = backends.make_backend(inner, patterns, policy)
     model = trace.uncompiled(model)
     if any(t.is_meta for t in copies.tensors(model, args, kwargs)):
-        raise errors.NoValues()
-    job = _Job(Runs(model, args, kwargs, train), backend, inner)
-    choices = {"patterns": patterns, "policy": policy, "compiled": inner == "inductor"}
-    return job.verification(Watcher(**choices), policy)
+        raise errors.NoValues(what="the model or an input")
+    job = _Job(Runs(model, args, kwargs, train), backend, inner, policy)
+    watcher = Watcher(patterns=patterns, policy=policy, compiled=inner == "inductor")
+    return job.verification(watcher)
 
 
 @dataclass
 class _Fused:
-    """A run with at most `fuel` rewrites. spent: how many there were."""
+    """A run and its rewrites. through: the sites that were rewritten, in order; a fork is two."""
 
     run: Run
-    reports: tuple[Report, ...]
-    spent: int
-    found: tuple[list[Comparison], list[Comparison]] = field(default_factory=lambda: ([], []))
+    reports: tuple[Report, ...] = ()
+    through: tuple[Sequence[Match], ...] = ()
+    outputs: tuple[Comparison, ...] = ()
+    gradients: tuple[Comparison, ...] = ()
+
+    @property
+    def bad(self) -> list[Comparison]:
+        return [one for one in (*self.outputs, *self.gradients) if not one.ok]
 
     @property
     def ok(self) -> bool:
-        return self.run.error is None and all(one.ok for group in self.found for one in group)
-
-    @property
-    def matches(self) -> list[Match]:
-        return [match for report in self.reports for match in report.matches]
+        return self.run.error is None and not self.bad
 
 
 class _Job:
-    def __init__(self, runs: Runs, backend: Callable, inner: Inner) -> None:
+    """One verification."""
+
+    def __init__(self, runs: Runs, backend: Callable, inner: Inner, policy: str) -> None:
         self.runs, self.backend, self.inner = runs, backend, inner
         left = fuel.left()
         self.most = _ALL if left is None else left
+        self.known = {
+            "policy": policy, "train": runs.train,
+            "inner": inner if isinstance(inner, str) else _name(inner),
+        }  # fmt: skip
         self._moved: list[Run] | None = None
 
-    def verification(self, watcher: Watcher, policy: str) -> Verification:
-        self.eager = self.runs.run()
-        self.truth = self.runs.in_double()
+    def verification(self, watcher: Watcher) -> Verification:
+        self.eager, self.truth = self.runs.run(), self.runs.in_double()
         fused = self._fused(self.most)
-        self.matches = fused.matches
-        common = {
-            "reports": fused.reports, "policy": policy, "train": self.runs.train,
-            "inner": self.inner if isinstance(self.inner, str) else _name(self.inner),
-        }  # fmt: skip
-        if fused.spent == 0:
+        told = [match for report in fused.reports for match in report.matches]
+        # A compilation that fails has no report.
+        self.matches = told or [match for site in fused.through for match in site]
+        if not self.matches:
             if fused.run.error is not None:
                 raise self._inner_failed(fused.run.error)
-            return Verification(True, (), (), (), None, **common, reason=_why_nothing(fused))
-        self._judge(fused)
-        found = {"outputs": tuple(fused.found[0]), "gradients": tuple(fused.found[1])}
+            return self._found(
+                fused, (), True, reason=_why_nothing(fused), outputs=(), gradients=()
+            )
         itself = "" if fused.ok else self._differs_from_itself()
         if itself:
             sites = tuple(_checked(match, None) for match in self.matches)
-            return Verification(
-                False, **found, sites=sites, first_bad=None, **common, deterministic=False,
-                reason=f"the model is not deterministic: {itself}, so nothing can be said of fxfuse",
-            )  # fmt: skip
+            return self._found(fused, sites, False, reason=itself, deterministic=False)
         if not fused.ok:
             self._judge(fused, moving=True)
-            found = {"outputs": tuple(fused.found[0]), "gradients": tuple(fused.found[1])}
         self._look(watcher)
-        sites = tuple(_checked(match, watcher.found.get(onsite.key(match))) for match in self.matches)
+        sites = tuple(_checked(m, watcher.found.get(onsite.key(m))) for m in self.matches)
+        if not fused.ok:
+            return self._blamed(fused, sites)
         wrong = next((site for site in sites if site.ok is False), None)
-        if fused.ok:
-            reason = "the whole agrees, and a site alone does not" if wrong else ""
-            return Verification(
-                wrong is None, **found, sites=sites, first_bad=wrong, **common, reason=reason
-            )
-        return self._blamed(fused, sites, {**found, **common})
+        reason = "the model agrees as a whole, but not a site alone" if wrong else ""
+        return self._found(fused, sites, wrong is None, first_bad=wrong, reason=reason)
 
-    def _blamed(
-        self, fused: _Fused, sites: tuple[CheckedSite, ...], known: dict[str, object]
+    def _found(
+        self, fused: _Fused, sites: tuple[CheckedSite, ...], ok: bool, **more: object
     ) -> Verification:
-        """The fewest rewrites with which the numbers differ."""
-        none = self._judge(self._fused(0), moving=True)
-        if not none.ok:
-            if none.run.error is not None:
-                raise self._inner_failed(none.run.error)
-            reason = f"{known['inner']} differs from eager without a rewrite too: {_worst(none)}"
-            return Verification(False, sites=sites, first_bad=None, **known, reason=reason)
-        good, bad, before, after = 0, fused.spent, none, fused
-        while bad - good > 1:
-            middle = (good + bad) // 2
-            tried = self._judge(self._fused(middle), moving=True)
-            if tried.ok:
-                good, before = middle, tried
-            else:
-                bad, after = middle, tried
-        new = Counter(map(onsite.key, after.matches)) - Counter(map(onsite.key, before.matches))
-        match = next((match for match in after.matches if onsite.key(match) in new), None)
-        site = match and next(
-            (site for site in sites if (site.nodes, site.module, site.where) ==
-             (match.nodes, match.module, match.where)), _checked(match, None)
-        )  # fmt: skip
-        site = site and replace(site, ok=False, problem=f"with it: {_worst(after)}")
-        sites = tuple(site if site and one.nodes == site.nodes and one.module == site.module
-                      and one.pattern == site.pattern else one for one in sites)  # fmt: skip
+        about = {"outputs": fused.outputs, "gradients": fused.gradients, "first_bad": None}
         return Verification(
-            False, sites=sites, first_bad=site or None, **known, fuel=bad, reason=_worst(fused)
+            ok=ok, sites=sites, reports=fused.reports, **{**about, **self.known, **more}
         )
 
+    def _blamed(self, fused: _Fused, sites: tuple[CheckedSite, ...]) -> Verification:
+        """The fewest rewrites with which the numbers differ."""
+        none = self._fused(0)
+        self._judge(none, moving=True)
+        if none.run.error is not None:
+            raise self._inner_failed(none.run.error)
+        if not none.ok:
+            reason = f"{self.known['inner']} differs from eager without a rewrite: {_worst(none)}"
+            return self._found(fused, sites, False, reason=reason)
+        good, bad, last = 0, len(fused.through), fused
+        while bad - good > 1:
+            middle = (good + bad) // 2
+            tried = self._fused(middle)
+            self._judge(tried, moving=True)
+            if tried.ok:
+                good = middle
+            else:
+                bad, last = middle, tried
+        keys = {onsite.key(match) for match in last.through[bad - 1]}
+        problem = f"with it {_worst(last)}"
+        sites = tuple(
+            replace(site, ok=False, problem=problem) if onsite.key(site) in keys else site
+            for site in sites
+        )
+        first = next(site for site in sites if onsite.key(site) in keys)
+        return self._found(fused, sites, False, first_bad=first, fuel=bad, reason=_worst(fused))
+
     def _fused(self, rewrites: int) -> _Fused:
-        with (
-            fuel.limit(rewrites),
-            backends.record() as reports,
-            _compiling(),
-        ):
+        """A run with at most so many rewrites."""
+        with fuel.limit(rewrites) as limit, backends.record() as reports, _compiling():
             try:
                 run = self.runs.run(lambda model: _compiled(model, self.backend))
             except Exception as error:
                 run = Run(error=_original(error))
-            spent = rewrites - fuel.left()
-        return _Fused(run, tuple(reports), spent)
-
-    def _judge(self, fused: _Fused, moving: bool = False) -> _Fused:
-        if fused.run.error is None:
-            fused.found = tuple(
-                judge.compare(
-                    getattr(self.eager, part),
-                    getattr(fused.run, part),
-                    self.truth and getattr(self.truth, part),
-                    (lambda part=part: [getattr(run, part) for run in self._moved_runs()])
-                    if moving
-                    else None,
-                )
-                for part in ("outputs", "gradients")
-            )
+        fused = _Fused(run, tuple(reports), tuple(limit.through))
+        self._judge(fused)
         return fused
 
+    def _judge(self, fused: _Fused, moving: bool = False) -> None:
+        """moving: take into account how far eager moves, which takes some more runs."""
+        if fused.run.error is not None or (moving and fused.ok):
+            return
+        for part in ("outputs", "gradients"):
+            eager, ours = getattr(self.eager, part), getattr(fused.run, part)
+            truth = getattr(self.truth, part, None)
+            moved = [getattr(run, part) for run in self._moved_runs()] if moving else ()
+            setattr(fused, part, tuple(judge.compare(eager, ours, truth, moved)))
+
     def _differs_from_itself(self) -> str:
-        again = self._judge(_Fused(self.runs.run(), (), 0))
-        return "" if again.ok else f"two eager runs differ, {_worst(again)}"
+        again = _Fused(self.runs.run())
+        self._judge(again)
+        if again.ok:
+            return ""
+        return (
+            f"the model is not deterministic: two eager runs differ, {_worst(again)}, so nothing "
+            "can be said of fxfuse"
+        )
 
     def _moved_runs(self) -> list[Run]:
         if self._moved is None:
@@ -208,12 +210,9 @@ class _Job:
         return max((torch.finfo(d).eps for d in dtypes if d.is_floating_point), default=0.0)
 
     def _look(self, watcher: Watcher) -> None:
-        """The sites alone. What they find is complete even if the run ends before its end."""
-        with fuel.limit(self.most), _compiling():
-            try:
-                self.runs.run(lambda model: _compiled(model, watcher))
-            except Exception as error:
-                watcher.problem = _first_line(error)
+        """The sites alone; what a run finds before an error ends it is found."""
+        with fuel.limit(self.most), _compiling(), contextlib.suppress(Exception):
+            self.runs.run(lambda model: _compiled(model, watcher))
 
     def _inner_failed(self, error: Exception) -> errors.FxfuseError:
         return errors.InnerFailed(inner=self.inner, problem=_first_line(error))
@@ -226,20 +225,18 @@ def _compiled(model: Callable, backend: Callable) -> Callable:
     return torch.compile(trace.wrapped(model), **options)
 
 
-def _compiling():
-    """Each layer may be a graph of its own; random numbers are eager's; errors are told."""
-    import contextlib
-
+@contextlib.contextmanager
+def _compiling() -> Iterator[None]:
+    """Each layer may be a graph of its own, random numbers are eager's, errors are told, and no
+    cache hides a rewrite."""
     from torch._inductor import config
 
-    stack = contextlib.ExitStack()
-    stack.enter_context(
-        torch._dynamo.config.patch(
-            recompile_limit=1 << 16, accumulated_recompile_limit=1 << 16, suppress_errors=False
-        )
-    )
-    stack.enter_context(config.patch(fallback_random=True))
-    return stack
+    limits = {"recompile_limit": 1 << 16, "accumulated_recompile_limit": 1 << 16}
+    with (
+        torch._dynamo.config.patch(**limits, suppress_errors=False),
+        config.patch(fallback_random=True, force_disable_caches=True),
+    ):
+        yield
 
 
 def _original(error: Exception) -> Exception:
@@ -268,10 +265,9 @@ def _checked(match: Match, found: onsite.Found | None) -> CheckedSite:
 def _worst(fused: _Fused) -> str:
     """One phrase on the first tensor that differs."""
     if fused.run.error is not None:
-        return f"the fused model raised {_first_line(fused.run.error)}"
-    bad = [one for group in fused.found for one in group if not one.ok]
-    more = f", and {len(bad) - 1} more" if len(bad) > 1 else ""
-    return f"{_say(bad[0])}{more}" if bad else ""
+        return f"the model raises {_first_line(fused.run.error)}"
+    more = f", and {len(fused.bad) - 1} more" if len(fused.bad) > 1 else ""
+    return f"{_say(fused.bad[0])}{more}"
 
 
 def _say(one: Comparison) -> str:
@@ -298,6 +294,3 @@ def _first_line(error: BaseException) -> str:
 
 def _name(inner: Callable) -> str:
     return getattr(inner, "__name__", type(inner).__name__)
-
-
-__all__: Sequence[str] = ["verify"]
