@@ -80,13 +80,21 @@ def _copy_callable(model: Callable, memo: dict) -> Callable:
 def _captured(function: types.FunctionType) -> dict[str, object]:
     """What a function reads besides its arguments: globals and the closure, by name."""
     code, globals_ = function.__code__, function.__globals__
-    found = {n: globals_[n] for n in code.co_names if _is_ours(globals_.get(n))}
+    found = {n: globals_[n] for n in _names(code) if _is_ours(globals_.get(n))}
     for name, cell in zip(code.co_freevars, function.__closure__ or ()):
         try:
             found[name] = cell.cell_contents
         except ValueError:  # it has no value yet
             continue
     return found
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    """Those of the functions inside, too."""
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            yield from _names(inner)
 
 
 def _copy_captured(value: object, memo: dict) -> object:

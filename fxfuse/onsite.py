@@ -1,16 +1,18 @@
 """Each fused site on its own: the op and the nodes that it replaced, on the same values.
 
-Dynamo's graph runs node by node, unfused. Behind the last node of a site, the site runs as it is
-and as it would be fused, on what it reads there, with gradients of its own.
+Dynamo's graph runs unfused. Behind the last node of a site, the site runs as it is and as it would
+be fused, on what it reads there, with gradients of its own.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import fx
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fxfuse import copies, in_double, judge, moving
 from fxfuse.judge import Comparison
@@ -48,8 +50,9 @@ class Watcher:
         pairs = list(zip(_graphs(before), _graphs(gm)))
         matches = list(report.matches)
         for plain, fused in pairs:
-            here = list(_take(matches, plain))
-            plain.forward = _Run(plain, fused, here, self.found).run
+            for site in [_Site(match, plain, fused) for match in _take(matches, plain)]:
+                _probe(site, self.found)
+            plain.recompile()
         return before
 
 
@@ -68,38 +71,31 @@ def _take(matches: list[Match], gm: fx.GraphModule) -> Iterator[Match]:
         yield matches.pop(0)
 
 
-class _Run:
-    """The run of one graph. Several times, where it is the body of a checkpoint."""
+def _probe(site: _Site, found: dict[tuple, Found]) -> None:
+    """Put a call behind the site's last node that looks at it, as often as the graph runs."""
 
-    def __init__(
-        self, plain: fx.GraphModule, fused: fx.GraphModule, matches: Iterable[Match], found: dict
-    ) -> None:
-        self.plain, self.found = plain, found
-        self.sites: dict[str, list[_Site]] = {}
-        order = {n.name: i for i, n in enumerate(plain.graph.nodes)}
-        for match in matches:
-            last = max(match.nodes, key=order.get)
-            self.sites.setdefault(last, []).append(_Site(match, plain, fused))
+    def look(*values: object) -> None:
+        here = found.setdefault(key(site.match), Found())
+        try:
+            with _apart():
+                here.compared += site.compare(dict(zip(site.begin, values)))
+        except Exception as error:
+            here.problem = f"{type(error).__name__}: {error}".partition("\n")[0]
 
-    def run(self, *args: object) -> object:
-        return _Interpreter(self).run(*args)
+    nodes = {n.name: n for n in site.plain.gm.graph.nodes}
+    last = [n for n in nodes.values() if n.name in site.match.nodes][-1]
+    with site.plain.gm.graph.inserting_after(last):
+        site.plain.gm.graph.call_function(look, tuple(nodes[name] for name in site.begin))
 
 
-class _Interpreter(fx.Interpreter):
-    def __init__(self, owner: _Run) -> None:
-        super().__init__(owner.plain, garbage_collect_values=False)
-        self.owner = owner
-
-    def run_node(self, node: fx.Node) -> object:
-        value = super().run_node(node)
-        for site in self.owner.sites.get(node.name, ()):
-            values = {**{n.name: v for n, v in self.env.items()}, node.name: value}
-            found = self.owner.found.setdefault(key(site.match), Found())
-            try:
-                found.compared += site.compare(values)
-            except Exception as error:
-                found.problem = f"{type(error).__name__}: {error}".partition("\n")[0]
-        return value
+@contextlib.contextmanager
+def _apart() -> Iterator[None]:
+    """Outside of a checkpoint, which would count what is computed and saved here as its own."""
+    with (
+        _disable_current_modes(),
+        torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
+    ):
+        yield
 
 
 class _Site:
@@ -116,9 +112,10 @@ class _Site:
         apart = outside - _made_of(plain, self.reads) | set(self.reads)
         self.plain = _Slice(plain, self.outputs, apart)
         self.fused = _Slice(fused, self.outputs, outside)
+        self.begin = tuple(dict.fromkeys((*self.plain.begin, *self.fused.begin)))
 
-    def compare(self, values: Mapping[str, object]) -> list[Comparison]:
-        begin = {n: values[n] for n in (*self.plain.begin, *self.fused.begin)}
+    def compare(self, begin: Mapping[str, object]) -> list[Comparison]:
+        """begin: the values of the nodes `self.begin`."""
         self.cotangents: dict[str, torch.Tensor] = {}
         eager, fused = self._run(self.plain, begin), self._run(self.fused, begin)
         truth = self._truth(begin)

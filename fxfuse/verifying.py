@@ -229,12 +229,14 @@ def _compiled(model: Callable, backend: Callable) -> Callable:
 def _compiling() -> Iterator[None]:
     """Each layer may be a graph of its own, random numbers are eager's, errors are told, and no
     cache hides a rewrite."""
-    from torch._inductor import config
+    from torch._functorch import config as autograd
+    from torch._inductor import config as inductor
 
     limits = {"recompile_limit": 1 << 16, "accumulated_recompile_limit": 1 << 16}
     with (
         torch._dynamo.config.patch(**limits, suppress_errors=False),
-        config.patch(fallback_random=True, force_disable_caches=True),
+        inductor.patch(fallback_random=True, fx_graph_cache=False),
+        autograd.patch(enable_autograd_cache=False),
     ):
         yield
 
