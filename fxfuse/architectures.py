@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import inspect
 import json
@@ -43,12 +42,16 @@ def build_with_values(
     if full:
         return _with_values(config, transformers), ""
     for cut, words in cuts.smaller(config):
-        with contextlib.suppress(Exception):  # the widths of a model may depend on one another
+        try:
             smaller = config_class.from_dict(_merged(_merged(values, cut), own))
             model = _with_values(smaller, transformers)
             _try(text, model)
             return model, words
-    return _with_values(config, transformers), ""
+        except errors.FxfuseError:
+            raise
+        except Exception as error:  # the widths of a model may depend on one another
+            problem, cause = f"{type(error).__name__}: {error}".partition("\n")[0], error
+    raise errors.CannotCut(target=text, problem=problem) from cause
 
 
 def _values(

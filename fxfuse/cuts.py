@@ -33,7 +33,7 @@ def smaller(config: object) -> Iterator[tuple[dict, str]]:
     Not every architecture can be cut in its widths, which may depend on one another.
     """
     yield _nested(config, lambda c: _depth(c) | _width(c)), f"{LAYERS} layers and small widths"
-    yield _nested(config, _depth), f"{LAYERS} layers"
+    yield _nested(config, lambda c: _depth(c) | _vocabulary(c)), f"{LAYERS} layers"
 
 
 def _nested(config: object, values: Callable[[object], dict]) -> dict:
@@ -62,6 +62,16 @@ def _kept(kinds: list) -> list[int]:
     return sorted((firsts + others)[:LAYERS])
 
 
+def _vocabulary(config: object) -> dict:
+    size = getattr(config, "vocab_size", None)
+    if not isinstance(size, int):
+        return {}
+    size = min(size, _WIDTHS["vocab_size"])
+    given = {k: v for k, v in config.to_dict().items() if isinstance(v, int)}
+    ids = {k: 0 for k, v in given.items() if k.endswith("token_id") and v >= size}
+    return {"vocab_size": size, **ids}
+
+
 def _width(config: object) -> dict:
     given = {k: v for k, v in config.to_dict().items() if isinstance(v, int) and v > 1}
     found = {k: min(v, given[k]) for k, v in _WIDTHS.items() if k in given}
@@ -71,10 +81,9 @@ def _width(config: object) -> dict:
         found["num_key_value_heads"] = 4 if pairs[0] == pairs[1] else 2
     expand = given.get("expand") or given.get("mamba_expand")
     if expand:
-        inner = expand * _HIDDEN
+        inner = expand * found.get("hidden_size", _HIDDEN)
+        head = found.get("mamba_d_head") or found.get("head_dim") or _HEAD
         for heads in ("mamba_n_heads", "n_mamba_heads", "num_heads"):
-            found |= {heads: inner // _HEAD} if heads in given else {}
+            found |= {heads: inner // head} if heads in given else {}
         found |= {"mamba_d_ssm": inner} if "mamba_d_ssm" in given else {}
-    size = found.get("vocab_size", 0)
-    ids = {k: v for k, v in given.items() if k.endswith("token_id") and v >= size > 0}
-    return found | {k: 0 for k in ids}
+    return found | _vocabulary(config)

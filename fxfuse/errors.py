@@ -124,6 +124,13 @@ class UnknownArchitecture(TargetError):
     template = "{target}: transformers {version} has no model type {name!r}: {near}"
 
 
+class CannotCut(TargetError):
+    template = (
+        "{target}: it does not run with two layers ({problem}): choose sizes with --set and say "
+        "--full, or give a factory that makes a small one"
+    )
+
+
 class UnknownSetting(FxfuseError):
     template = "--set {setting!r}: {problem}"
 

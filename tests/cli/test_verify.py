@@ -267,6 +267,12 @@ def test_what_cannot_be_made_narrow_is_cut_in_depth_alone(monkeypatch):
     assert (model.config.hidden_size, len(model.model.layers)) == (64, 2)
 
 
+def test_what_cannot_be_cut_is_not_built_at_its_size(monkeypatch):
+    monkeypatch.setattr(cuts, "smaller", lambda config: [({"num_attention_heads": 3}, "no")])
+    with pytest.raises(errors.CannotCut, match=r"hf:llama: it does not run .*--full"):
+        targets.load("hf:llama", real=targets.Real())
+
+
 def test_a_model_on_the_meta_device_has_no_values():
     with pytest.raises(errors.NoValues, match="fxfuse inspect"):
         targets.load("shop.py:on_meta", real=targets.Real())
