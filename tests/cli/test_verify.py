@@ -257,7 +257,7 @@ def test_the_cut_leaves_what_was_set_and_keeps_each_kind_of_layer():
 
 
 def test_what_cannot_be_made_narrow_is_cut_in_depth_alone(monkeypatch):
-    monkeypatch.setattr(cuts, "_WIDTHS", {"hidden_size": 33})
+    monkeypatch.setattr(cuts, "_WIDTHS", {"hidden_size": 33, "vocab_size": 1024})
     settings = ["intermediate_size=64", "vocab_size=32"]
     full = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4}
     with open("config.json", "w") as file:
