@@ -2,6 +2,7 @@
 
 torch.compile(model, backend=fxfuse.backend)       compile with the fusions
 fxfuse.apply(graph_module)                         fuse in a pipeline of your own
+fxfuse.verify(model, *inputs)                      fused against eager, in numbers
 fxfuse inspect hf:llama                            what would fuse, on the command line
 """
 
@@ -40,16 +41,19 @@ if TYPE_CHECKING:
     from fxfuse.registry import pattern
     from fxfuse.report import Match, Miss, Report
     from fxfuse.trace import explain
+    from fxfuse.verification import Verification
+    from fxfuse.verifying import verify
 
 __version__ = "0.1.0"
 _WHERE = {
     "backend": "backends", "make_backend": "backends", "inductor_options": "backends",
     "record": "backends", "apply": "pipeline", "FusePass": "pipeline", "explain": "trace",
     "pattern": "registry", "Match": "report", "Miss": "report", "Report": "report",
+    "verify": "verifying", "Verification": "verification",
 }  # fmt: skip
 __all__ = [
-    "FusePass", "Match", "Miss", "Report", "apply", "backend", "explain", "inductor_options",
-    "make_backend", "pattern", "record",
+    "FusePass", "Match", "Miss", "Report", "Verification", "apply", "backend", "explain",
+    "inductor_options", "make_backend", "pattern", "record", "verify",
 ]  # fmt: skip
 
 

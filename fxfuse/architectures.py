@@ -8,10 +8,11 @@ import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
-from fxfuse import errors
+from fxfuse import cuts, errors, samples
 
 TOKENS = (1, 2048)  # batch and length of the inputs when none are given
 
@@ -23,18 +24,84 @@ def build(text: str, settings: Iterable[str] = ()) -> torch.nn.Module:
     settings: `key=value` for the config, before it is made; `text_config.key=value` goes deeper.
     """
     transformers = _transformers(text)
+    config_class, values, own = _values(text, settings, transformers)
+    with torch.device("meta"):
+        return _made(config_class.from_dict(_merged(values, own)), transformers)
+
+
+def build_with_values(
+    text: str, settings: Iterable[str] = (), full: bool = False
+) -> tuple[torch.nn.Module, str]:
+    """The model with random weights, and in words how it was cut: in what `settings` leave open.
+
+    Norms get weights that are not all alike, as training would give them.
+    """
+    transformers = _transformers(text)
+    config_class, values, own = _values(text, settings, transformers)
+    config = config_class.from_dict(_merged(values, own))
+    if full:
+        return _with_values(config, transformers), ""
+    for cut, words in cuts.smaller(config):
+        try:
+            smaller = config_class.from_dict(_merged(_merged(values, cut), own))
+            model = _with_values(smaller, transformers)
+            _try(text, model)
+            return model, words
+        except errors.FxfuseError:
+            raise
+        except Exception as error:  # the widths of a model may depend on one another
+            problem, cause = f"{type(error).__name__}: {error}".partition("\n")[0], error
+    raise errors.CannotCut(target=text, problem=problem) from cause
+
+
+def _values(
+    text: str, settings: Iterable[str], transformers: ModuleType
+) -> tuple[type, dict, dict]:
+    """The class of the config, the values of its file, and those of `settings`."""
     name = text.removeprefix("hf:")
     values = _read(text, name) if _is_path(name) else {}
     config_class = _config_class(text, values.pop("model_type", name), transformers)
+    own: dict = {}
     for setting in settings:
-        _set(values, setting, config_class)
-    config = config_class.from_dict(values)
-    with torch.device("meta"):
-        return _model_class(config, transformers)._from_config(config, dtype=config.dtype)
+        _set(own, setting, config_class)
+    return config_class, values, own
 
 
-def inputs(text: str, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """One row of tokens for the model, or one image."""
+def _merged(values: dict, over: dict) -> dict:
+    found = dict(values)
+    for key, value in over.items():
+        deeper = isinstance(value, dict) and isinstance(found.get(key), dict)
+        found[key] = _merged(found[key], value) if deeper else value
+    return found
+
+
+def _made(config: object, transformers: ModuleType) -> torch.nn.Module:
+    return _model_class(config, transformers)._from_config(config, dtype=config.dtype)
+
+
+def _with_values(config: object, transformers: ModuleType) -> torch.nn.Module:
+    model = _made(config, transformers)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return model
+
+
+def _try(text: str, model: torch.nn.Module) -> None:
+    """Raises if a forward does not go through."""
+    given = {
+        name: samples.fill(name, like, model, "cpu")
+        for name, like in inputs(text, model, cuts.TOKENS).items()
+    }
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        model(**given, **no_cache(model))
+
+
+def inputs(
+    text: str, model: torch.nn.Module, tokens: tuple[int, int] = TOKENS
+) -> dict[str, torch.Tensor]:
+    """One row of tokens for the model, or one image, without values."""
     config, main = model.config.get_text_config(), model.main_input_name
     if main == "pixel_values" and isinstance(getattr(model.config, "image_size", None), int):
         size = model.config.image_size
@@ -42,8 +109,8 @@ def inputs(text: str, model: torch.nn.Module) -> dict[str, torch.Tensor]:
         return {main: torch.zeros(shape, dtype=model.dtype, device="meta")}
     if main != "input_ids":
         raise errors.NoInputs(target=text)
-    length = min(TOKENS[1], getattr(config, "max_position_embeddings", None) or TOKENS[1])
-    ids = torch.zeros((TOKENS[0], length), dtype=torch.int64, device="meta")
+    length = min(tokens[1], getattr(config, "max_position_embeddings", None) or tokens[1])
+    ids = torch.zeros((tokens[0], length), dtype=torch.int64, device="meta")
     return {name: ids for name in (main, "decoder_input_ids") if name in _parameters(model)}
 
 

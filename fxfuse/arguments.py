@@ -15,8 +15,21 @@ TARGET is one of
   hf:NAME                      a model type of the installed transformers, with its default config
   hf:path/to/config.json
   path/to/program.pt2          saved by torch.export.save
+"""
+_ON_META = """\
 It is built and traced on the meta device: nothing is computed, and no weight is read.
 
+"""
+_REAL = """\
+It is built and run, with random weights. An hf: model is cut to two layers and small widths, and a
+program runs with the inputs that were saved with it.
+
+examples
+  fxfuse verify hf:qwen3 --set dtype=bfloat16
+  fxfuse verify shop/model.py:build --input 2x128xbfloat16 --inner inductor
+  fxfuse verify shop.model:build --device cuda --policy always --json > numbers.json
+
+exit codes: 0 good, 1 the numbers differ, 2 the target cannot be used or is not deterministic
 """
 _EXAMPLES = """\
 examples
@@ -45,15 +58,42 @@ def _parser() -> argparse.ArgumentParser:
         "inspect",
         help="show the sites of a model, and why the others are left alone",
         description="Show which sites of a model would be fused, and why the rest would not.",
-        epilog=_TARGET + _EXAMPLES,
+        epilog=_TARGET + _ON_META + _EXAMPLES,
         **_AS_WRITTEN,
     )
     inspect.add_argument("target", metavar="TARGET", help="the model: see below")
     inspect.set_defaults(parser=inspect)
-    _add_building(inspect.add_argument_group("how to build and trace it").add_argument)
+    add = inspect.add_argument_group("how to build and trace it").add_argument
+    _add_building(add)
+    text = "decide for this device (default: the GPU that is present, else sm_90)"
+    add("--target", choices=TARGETS, dest="device", help=text)
     _add_looking(inspect.add_argument_group("what to look for").add_argument)
-    _add_printing(inspect.add_argument_group("what to print").add_argument)
+    add = inspect.add_argument_group("what to print").add_argument
+    _add_reporting(add)
+    _add_printing(add)
+    _add_verify(commands)
     return top
+
+
+def _add_verify(commands: argparse._SubParsersAction) -> None:
+    verify = commands.add_parser(
+        "verify",
+        help="run a model fused and eager, and compare the numbers",
+        description="Run a model fused and eager, and compare outputs, gradients and each site.",
+        epilog=_TARGET + _REAL,
+        **_AS_WRITTEN,
+    )
+    verify.add_argument("target", metavar="TARGET", help="the model: see below")
+    verify.set_defaults(parser=verify)
+    add = verify.add_argument_group("how to build and run it").add_argument
+    _add_building(add)
+    add("--full", action="store_true", help="an hf: model at its full size")
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="where to run (default: cpu)")
+    text = "who compiles the fused graph: aot_eager (default), inductor, eager"
+    add("--inner", default="aot_eager", metavar="NAME", help=text)
+    add("--seed", type=int, default=0, help="of weights, inputs and dropout (default: 0)")
+    _add_looking(verify.add_argument_group("what to fuse").add_argument)
+    _add_printing(verify.add_argument_group("what to print").add_argument)
 
 
 def _add_building(add: Callable) -> None:
@@ -61,8 +101,6 @@ def _add_building(add: Callable) -> None:
     add("--input", action="append", metavar="SPEC", default=[], help=text)
     text = "a value of an hf: config, as in hidden_size=8192 (repeatable)"
     add("--set", action="append", metavar="KEY=VALUE", default=[], help=text)
-    text = "decide for this device (default: the GPU that is present, else sm_90)"
-    add("--target", choices=TARGETS, dest="device", help=text)
     text = "with or without gradients and train mode (default: with, in the mode the model has)"
     add("--train", action=argparse.BooleanOptionalAction, default=None, help=text)
 
@@ -75,11 +113,14 @@ def _add_looking(add: Callable) -> None:
     add("--policy", choices=("auto", "always", "never"), default="auto", help=text)
 
 
-def _add_printing(add: Callable) -> None:
+def _add_reporting(add: Callable) -> None:
     add("--why", action="store_true", help="every near miss with its reason")
-    add("--json", action="store_true", help="the report as JSON")
     text = "exit with 1 unless the pattern has this many sites (repeatable)"
     add("--expect", action="append", metavar="NAME=COUNT", default=[], help=text)
+
+
+def _add_printing(add: Callable) -> None:
+    add("--json", action="store_true", help="the report as JSON")
     text = "the whole traceback of what went wrong"
     add("--traceback", action="store_true", help=text)
 

@@ -1,7 +1,7 @@
-"""The command line: `fxfuse inspect TARGET`.
+"""The command line: `fxfuse inspect TARGET` and `fxfuse verify TARGET`.
 
-Exit codes: 0 done, 1 an `--expect` does not hold, 2 the command or its target cannot be used (one
-line on stderr). torch is imported only once a command has been understood.
+Exit codes: 0 done, 1 an `--expect` does not hold or the numbers differ, 2 the command or its target
+cannot be used (one line on stderr). torch is imported only once a command has been understood.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as end:
         return end.code
     try:
-        return inspect_target(options)
+        command = {"inspect": inspect_target, "verify": verify_target}[options.command]
+        return command(options)
     except errors.FxfuseError as error:
         if options.traceback:
             traceback.print_exception(error.__cause__ or error)
@@ -37,12 +38,9 @@ def inspect_target(options: Namespace) -> int:
     """`fxfuse inspect`: print the sites of a model."""
     expected = dict(_expectation(text) for text in options.expect)
     _quieten()
-    from fxfuse import listing, placing, registry
+    from fxfuse import listing, placing
 
-    for path in options.patterns:
-        registry.load_file(path)
-    for name in (*(options.pattern or ()), *expected):
-        registry.select([name])
+    _load_patterns(options.patterns, (*(options.pattern or ()), *expected))
     with contextlib.redirect_stdout(sys.stderr):  # what the model prints is not ours
         report = look(
             options.target,
@@ -70,6 +68,75 @@ def inspect_target(options: Namespace) -> int:
     if wrong:
         print(f"fxfuse: not as expected: {', '.join(wrong)}", file=sys.stderr)
     return 1 if wrong else 0
+
+
+def verify_target(options: Namespace) -> int:
+    """`fxfuse verify`: print whether a model computes the same fused and eager."""
+    _quieten()
+    _load_patterns(options.patterns, options.pattern or ())
+    with contextlib.redirect_stdout(sys.stderr):
+        note, found = check(
+            options.target,
+            given=options.input,
+            settings=options.set,
+            train=options.train,
+            device=options.device,
+            full=options.full,
+            seed=options.seed,
+            patterns=options.pattern,
+            policy=options.policy,
+            inner=options.inner,
+        )
+    if note:
+        print(note, file=sys.stderr if options.json else sys.stdout, end="\n\n")
+    print(found.to_json() if options.json else found.to_table())
+    if not found.deterministic:
+        print(f"fxfuse: {options.target}: {found.reason}", file=sys.stderr)
+        return 2
+    return 0 if found else 1
+
+
+def _load_patterns(files: Iterable[str], names: Iterable[str]) -> None:
+    from fxfuse import registry
+
+    for path in files:
+        registry.load_file(path)
+    for name in names:
+        registry.select([name])
+
+
+def check(
+    target: str,
+    given: Iterable[str] = (),
+    settings: Iterable[str] = (),
+    train: bool | None = None,
+    device: str = "cpu",
+    full: bool = False,
+    seed: int = 0,
+    **choice: object,
+):
+    """How a TARGET was made smaller, in words, and its `Verification`.
+
+    given, settings: the texts of --input and --set. choice: `patterns`, `policy` and `inner` as in
+    `verify`. Seeds the random numbers of the process. Raises `errors.TargetError`.
+    """
+    import torch
+
+    from fxfuse import targets
+    from fxfuse.verifying import verify
+
+    if device == "cuda" and not torch.cuda.is_available():
+        expected = "PyTorch finds no GPU here, so say cpu"
+        raise errors.BadOption(option="--device", value=device, expected=expected)
+    torch.manual_seed(seed)
+    found = targets.load(target, given, settings, train, targets.Real(device, full))
+    choice["train"] = train is not False
+    try:
+        return found.note, verify(found.model, *found.args, **choice, **found.kwargs)
+    except errors.FxfuseError:
+        raise
+    except Exception as error:
+        raise targets.blame(target, "running the model", error) from error
 
 
 def look(

@@ -49,6 +49,27 @@ class BadExampleInputs(FxfuseError, ValueError):
     )
 
 
+class NoValues(FxfuseError, ValueError):
+    template = (
+        "{what} is on the meta device, where nothing can be computed: make it on another device, "
+        "or look at it with fxfuse.explain or fxfuse inspect"
+    )
+
+
+class CannotCopy(FxfuseError, ValueError):
+    template = (
+        "the model or its inputs cannot be copied ({problem}): each run needs a copy, so make "
+        "copy.deepcopy work on them"
+    )
+
+
+class InnerFailed(FxfuseError, RuntimeError):
+    template = (
+        "the inner compiler {inner!r} cannot run this model, without a rewrite either "
+        "({problem}): choose another, such as 'eager'"
+    )
+
+
 class TargetError(FxfuseError):
     """The command line's TARGET cannot be used."""
 
@@ -101,6 +122,13 @@ class NoInputs(TargetError):
 
 class UnknownArchitecture(TargetError):
     template = "{target}: transformers {version} has no model type {name!r}: {near}"
+
+
+class CannotCut(TargetError):
+    template = (
+        "{target}: it does not run with two layers ({problem}): choose sizes with --set and say "
+        "--full, or give a factory that makes a small one"
+    )
 
 
 class UnknownSetting(FxfuseError):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fxfuse import policy as policies, registry
+from fxfuse import fuel, policy as policies, registry
 from fxfuse.errors import UnknownOption
 from fxfuse.match import Fusion
 
@@ -34,9 +34,13 @@ class Settings:
 
     @property
     def identity(self) -> str:
-        """The same for the same rewriting, in every process: a part of cache keys."""
+        """The same for the same rewriting, in every process: a part of cache keys.
+
+        Fuel is in it, since the rewrite of a backward graph, which a cache skips, takes its share.
+        """
         patterns = map(registry.identity, registry.select(self.patterns))
-        return f"{self.policy} {self.target} {' '.join(patterns)}"
+        limit = "" if fuel.left() is None else f" fuel {fuel.left()}"
+        return f"{self.policy} {self.target} {' '.join(patterns)}{limit}"
 
 
 def split(options: Mapping[str, object] | None) -> tuple[dict[str, object], dict[str, object]]:

@@ -139,7 +139,7 @@ class _Rewrite:
             if node in self._taken or node.op in ("placeholder", "output", "get_attr"):
                 continue
             plan = self._best(node)
-            if plan is not None and not fuel.spend():
+            if plan is not None and not fuel.spend(plan.matches):
                 self.refusals.add(
                     plan.fusion, node, plan.site.nodes, "FXFUSE_FUEL has run out", True
                 )

@@ -42,7 +42,7 @@ def explain(
     line of the first break. An error of the model itself is raised as it is. A model with an input
     of the name of one of these options is explained through a function that calls it.
     """
-    model = _uncompiled(model)
+    model = uncompiled(model)
     tracer = _Tracer(patterns=patterns, policy=policy, target=target)
     with torch.set_grad_enabled(torch.is_grad_enabled() if train is None else train):
         if any(t.is_meta for t in copies.tensors(model, args, kwargs)):
@@ -130,21 +130,21 @@ class _Tracer:
         if "isolate_recompiles" in inspect.signature(torch.compile).parameters:  # torch 2.13
             options["isolate_recompiles"] = True  # or pieces crowd the caller's own compilations
         try:
-            torch.compile(_wrapped(model), **options)(*args, **kwargs)
+            torch.compile(wrapped(model), **options)(*args, **kwargs)
         except _BREAKS:
             raise
         except TorchDynamoException as error:
-            raise self.failed or _original(error) from error
+            raise self.failed or original(error) from error
 
 
-def _uncompiled(model: Callable) -> Callable:
+def uncompiled(model: Callable) -> Callable:
     """What `torch.compile` was given, where `model` is what it made."""
     if isinstance(model, torch._dynamo.OptimizedModule):
-        return _uncompiled(model._orig_mod)
+        return uncompiled(model._orig_mod)
     return getattr(model, "_torchdynamo_orig_callable", model)
 
 
-def _wrapped(model: Callable) -> Callable:
+def wrapped(model: Callable) -> Callable:
     """A call of the model in a function of its own.
 
     Dynamo keeps what it compiled on the code object, so a shared one would fill up in time.
@@ -156,7 +156,7 @@ def _wrapped(model: Callable) -> Callable:
     return types.FunctionType(call.__code__.replace(), globals(), "call", None, call.__closure__)
 
 
-def _original(error: BaseException) -> BaseException:
+def original(error: BaseException) -> BaseException:
     """The error that Dynamo wrapped, or Dynamo's own."""
     inner = error
     while isinstance(inner, TorchDynamoException):

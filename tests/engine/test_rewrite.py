@@ -12,7 +12,9 @@ from torch import fx, nn
 from torch.fx.passes.infra.pass_manager import PassManager
 
 import fxfuse
+from fxfuse import fuel
 from fxfuse.errors import BadGraph, BadOption, UnknownPattern
+from fxfuse.options import Settings
 from tests.dialects import DIALECTS, dynamo, exported
 from tests.spellings import WIDTH, AddThenNorm, CastThenWeight, LeafModule
 
@@ -197,6 +199,19 @@ def test_fuel_stops_after_n(monkeypatch):
     monkeypatch.setenv("FXFUSE_FUEL", "many")
     with pytest.raises(BadOption, match="FXFUSE_FUEL"):
         fxfuse.apply(fx.symbolic_trace(Block()))
+
+
+def test_fuel_of_a_context():
+    def counts():
+        return sum(fxfuse.apply(fx.symbolic_trace(Block())).meta["fxfuse"].counts.values())
+
+    everything = counts()
+    with fuel.limit(2):
+        assert Settings().identity.endswith(" fuel 2")
+        assert [counts(), counts()] == [2, 0]
+        with fuel.limit(1):
+            assert counts() == 1
+    assert counts() == everything and "fuel" not in Settings().identity
 
 
 def test_bad_arguments_change_nothing():
