@@ -123,6 +123,36 @@ class GatedMixer(nn.Module):
         return self.out_proj(normed.reshape(x.shape))
 
 
+class GateFirst(nn.Module):
+    """norm(x * silu(gate)), the gate first, as Mamba-2 writes it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        h = x.to(torch.float32) * F.silu(gate.to(torch.float32))
+        h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + EPS)
+        return self.weight * h.to(x.dtype)
+
+
+class GateFirstMixer(nn.Module):
+    """The projections and the gated norm of Mamba-2, with attention in the recurrence's place."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.head = size.head
+        self.in_proj = nn.Linear(size.width, 4 * size.width, bias=False)
+        self.norm = GateFirst(size.width)
+        self.out_proj = nn.Linear(size.width, size.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        *qkv, gate = self.in_proj(x).chunk(4, -1)
+        q, k, v = (t.unflatten(-1, (-1, self.head)).transpose(1, 2) for t in qkv)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out_proj(self.norm(mixed.transpose(1, 2).flatten(-2), gate))
+
+
 class Block(nn.Module):
     """norm, mixer, add, norm, MLP, add."""
 
@@ -155,6 +185,7 @@ BLOCKS: dict[str, Callable[[Size], nn.Module]] = {
     "llama": lambda size: Block(size, LlamaNorm, Attention),
     "sandwich": Sandwich,
     "gated": lambda size: Block(size, ZeroCentredNorm, GatedMixer),
+    "gate_first": lambda size: Block(size, LlamaNorm, GateFirstMixer),
 }
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import fxfuse
+from scripts import traffic_blocks
 from scripts.step_memory import Allocated, Memory, of_call, of_step
 from scripts.traffic_blocks import Size, make
 
@@ -33,7 +34,7 @@ ROWS = SIZE.batch * SIZE.tokens
 # fp64. A thousandth of the peak here, and less of a wider or deeper model's.
 PARTIAL_SUMS = 2 * (ROWS // 128 * 4 + 8) * SIZE.width
 
-BLOCKS = [(block, dtype) for block in ("llama", "sandwich", "gated") for dtype in (FP32, BF16)]
+BLOCKS = [(block, dtype) for block in traffic_blocks.BLOCKS for dtype in (FP32, BF16)]
 
 
 @pytest.mark.parametrize("block, dtype", BLOCKS, ids=str)
