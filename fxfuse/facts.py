@@ -99,9 +99,10 @@ class Facts:
         sizes.
         """
         source, index = (*node.args, None, None)[:2]
-        if node.target is operator.getitem and isinstance(source, fx.Node):
-            asks, source = source.target is getattr and source.args[1] == "shape", source.args[0]
-            asks = asks and isinstance(index, int)
+        if node.target is operator.getitem:
+            asks = isinstance(source, fx.Node) and source.target is getattr
+            asks = asks and source.args[1] == "shape" and isinstance(index, int)
+            source = source.args[0] if asks else None
         else:
             asks = node.op == "call_method" and node.target == "size" and isinstance(index, int)
         if node.op == "call_method" and node.target == "dim":
