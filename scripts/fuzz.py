@@ -110,6 +110,7 @@ class Fuzz:
                 print(f"{told - begin:6.0f} s: {self.summary()}", flush=True)
         for worker in self.workers:
             worker.process.kill()
+            worker.process.join()
 
     def summary(self) -> str:
         return (

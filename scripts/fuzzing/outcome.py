@@ -38,13 +38,16 @@ def run(program: Program, call: Callable, seed: int, dtype: torch.dtype | None =
     except Exception as error:
         return Outcome("forward", _said(error))
     results = results if isinstance(results, (tuple, list)) else (results,)
-    found.outputs = {
-        f"output {i} ({n})": t for i, (n, t) in enumerate(zip(program.returns, results))
-    }
-    found.written = {i.name: t.detach() for i, t in zip(program.inputs, given)}
+    tensors = [t for t in results if isinstance(t, Tensor)]
+    names = (f"output {i} ({name})" for i, name in enumerate(program.returns))
+    found.outputs = dict(zip(names, tensors))
     found.facts = _facts(program, given, found.outputs)
+    found.written = {i.name: t.detach().clone() for i, t in zip(program.inputs, given)}
+    kept = {name: t.detach().clone() for name, t in found.outputs.items()}
     if program.mode == "train":
         _differentiate(program, given, found, seed)
+        found.facts |= {f"{n}: can be written": _takes_writes(t) for n, t in found.outputs.items()}
+    found.outputs = kept
     return found
 
 
@@ -86,6 +89,15 @@ def _facts(program: Program, given: list[Tensor], outputs: dict[str, Tensor]) ->
 def _strides(t: Tensor) -> tuple:
     """Of the dimensions whose stride says something."""
     return tuple(s if n > 1 and t.numel() else None for n, s in zip(t.shape, t.stride()))
+
+
+def _takes_writes(t: Tensor) -> bool:
+    """Whether autograd lets the caller write to a result."""
+    try:
+        t.zero_()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _shares(one: Tensor, other: Tensor) -> bool:

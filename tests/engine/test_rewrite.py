@@ -256,4 +256,4 @@ def test_part_of_an_input_where_a_number_could_be():
 
     gm = fxfuse.apply(fx.symbolic_trace(model))
     torch.testing.assert_close(gm(x()), model(x()))
-    assert gm.meta["fxfuse"].counts == {"rms_norm": 1}
+    assert gm.meta["fxfuse"].counts == {"rms_norm": 1, "backward_add_rms_norm": 1}
