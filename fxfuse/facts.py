@@ -165,5 +165,20 @@ def known_equal(a: object, b: object) -> bool:
     return statically_known_true(a == b)
 
 
+def is_permuted(value: torch.Tensor) -> bool:
+    """Whether a dimension is known to lie closer in memory than one behind it."""
+    strides = [s for s, size in zip(value.stride(), value.shape) if not known_equal(size, 1)]
+    return any(known_less(a, b) for i, a in enumerate(strides) for b in strides[i + 1 :])
+
+
+def known_less(a: object, b: object) -> bool:
+    """a < b of two sizes, as far as that is known without a guard."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a < b
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(a < b)
+
+
 def same_shape(a: tuple, b: tuple) -> bool:
     return len(a) == len(b) and all(known_equal(m, n) for m, n in zip(a, b))

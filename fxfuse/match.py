@@ -22,16 +22,16 @@ from torch import fx
 
 from fxfuse.cast_spellings import behind_casts
 from fxfuse.errors import BadPattern
-from fxfuse.facts import Facts, known_equal, same_shape
+from fxfuse.facts import Facts, is_permuted, known_equal, same_shape
 from fxfuse.powers import power_of, width_of
 from fxfuse.term import Attr, Term, ViewLike, spelt
 from fxfuse.view import View
 
 __all__ = [
     "Bound", "Call", "Decline", "Derived", "Expr", "Fork", "Fusion", "Term", "View",
-    "Viewed", "behind_casts", "call_of", "holding", "item", "known_equal", "maybe_cast",
-    "mean", "named", "power_of", "reshaped", "rsqrt", "same_shape", "scalar", "square",
-    "upcast", "var", "width_of", "word",
+    "Viewed", "behind_casts", "call_of", "holding", "is_permuted", "item", "known_equal",
+    "maybe_cast", "mean", "named", "power_of", "reshaped", "rsqrt", "same_shape", "scalar",
+    "square", "upcast", "var", "width_of", "word",
 ]  # fmt: skip
 
 

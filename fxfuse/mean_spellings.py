@@ -158,7 +158,7 @@ def mean_of_squares(view: ViewLike, node: fx.Node, x: object, y: object) -> Term
         mean = view.see(square.args[0])
         if mean is None or mean.word != "mean" or mean.flaw or mean.args != var.args:
             continue
-        if _is_mean_of_deviations(view, var.nodes[0]):
+        if _is_mean_of_deviations(view, var.nodes[-1]):
             nodes = (node, *var.nodes, *square.nodes, *mean.nodes)
             return Term("mean", (Term("square", var.args, nodes),), nodes)
     return None
@@ -169,6 +169,45 @@ def _is_mean_of_deviations(view: ViewLike, var: fx.Node) -> bool:
     divides_by_width = unbiased is False or var.kwargs.get("correction") == 0
     given = dim is not None and not isinstance(dim, bool)  # var(x, False) is of all dimensions
     return given and keepdim is True and divides_by_width and not _not_last(view, x, dim, "var")
+
+
+def moment(view: ViewLike, node: fx.Node, call: fx.Node, index: int) -> Term:
+    """The variance or the mean out of a call that has both."""
+    x, dim, _, keepdim = arguments(call, "input|self", "dim", "unbiased", "keepdim")
+    if index == 0:
+        return Term("var", (x,), (node, call))
+    flaw = _not_last(view, x, dim, "mean") or (None if keepdim is True else _DROPPED)
+    return Term("mean", (x,), (node, call), flaw)
+
+
+def filling(view: ViewLike, operand: object) -> Term | None:
+    """A new tensor of one number, perhaps in another shape: its number, and all its nodes."""
+    term, nodes = view.see(operand), ()
+    while term is not None and term.word in ("view", "expand", "cast"):
+        nodes += term.nodes
+        term = view.see(term.args[0])
+    if term is None or term.word != "filled":
+        return None
+    own = view.memory.roots(term.nodes[0])
+    if any(own & view.memory.roots(write.target) for write in view.memory.writes()):
+        return None
+    return Term("filled", term.args, nodes + term.nodes)
+
+
+VAR_MEAN = (torch.var_mean, aten.var_mean.correction, aten.var_mean.dim)
+
+
+@spelt(torch.nn.functional.mse_loss, aten.mse_loss.default)
+def _squared_distance(view: ViewLike, node: fx.Node) -> Term:
+    """From zero, each element's: its square."""
+    x, y, reduction = arguments(node, "input|self", "target", "reduction")
+    kept = node.kwargs.get("reduction", reduction) in ("none", 0) and not node.kwargs.get("weight")
+    same = view.facts.shape(x) == view.facts.shape(y) is not None
+    for one, other in ((x, y), (y, x)):
+        zeros = filling(view, other)
+        if kept and same and zeros is not None and zeros.args[0] == 0:
+            return Term("square", (one,), (node, *zeros.nodes))
+    return opaque(node)
 
 
 _deviation("std", torch.std, ".std", aten.std.correction, aten.std.dim)

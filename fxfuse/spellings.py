@@ -20,7 +20,7 @@ from fxfuse.gate_spellings import (
     silu_of_product,
     silu_of_quotient,
 )
-from fxfuse.mean_spellings import kept, mean_of_squares, mean_of_sum
+from fxfuse.mean_spellings import VAR_MEAN, filling, kept, mean_of_squares, mean_of_sum, moment
 from fxfuse.term import Attr, Term, ViewLike, arguments, is_number, opaque, spelt
 
 aten = torch.ops.aten
@@ -66,7 +66,44 @@ def _add(view: ViewLike, node: fx.Node) -> Term:
 
 @spelt(operator.sub, torch.sub, torch.subtract, ".sub", ".subtract", aten.sub.Tensor)
 def _sub(view: ViewLike, node: fx.Node) -> Term:
-    return Term("sub", tuple(arguments(node, "input|self", "other")), (node,))
+    x, y, alpha = arguments(node, "input|self", "other", "alpha")
+    zeros = filling(view, y)
+    if alpha is None and zeros is not None and zeros.args[0] == 0 and _keeps_shape(view, node, x):
+        return Term("cast", (x,), (node, *zeros.nodes), dtype=view.facts.dtype(node))
+    return Term("sub", (x, y), (node,))
+
+
+def _keeps_shape(view: ViewLike, node: fx.Node, x: object) -> bool:
+    shapes = view.facts.shape(node), view.facts.shape(x)
+    return None not in shapes and same_shape(*shapes)
+
+
+@spelt(torch.zeros_like, aten.zeros_like.default, torch.zeros, aten.zeros.default, ".new_zeros")
+def _zeros(view: ViewLike, node: fx.Node) -> Term:
+    return _filled(view, node, 0)
+
+
+@spelt(torch.full_like, aten.full_like.default)
+def _full_like(view: ViewLike, node: fx.Node) -> Term:
+    return _filled(view, node, arguments(node, "input|self", "fill_value")[1])
+
+
+def _filled(view: ViewLike, node: fx.Node, value: object) -> Term:
+    number = view.facts.constant(value)
+    return opaque(node) if number is None else Term("filled", (number,), (node,))
+
+
+@spelt(torch.hypot, ".hypot", aten.hypot.default)
+def _hypot(view: ViewLike, node: fx.Node) -> Term:
+    """sqrt(x ** 2 + number ** 2), of a root or a norm x that is not negative."""
+    x, y = arguments(node, "input|self", "other")
+    for one, other in ((x, y), (y, x)):
+        filled = filling(view, other)
+        if filled is not None and _keeps_shape(view, node, one):
+            nodes = (node, *filled.nodes)
+            total = Term("add", (Term("square", (one,), nodes), filled.args[0] ** 2), nodes)
+            return Term("sqrt", (total,), nodes)
+    return opaque(node)
 
 
 @spelt(
@@ -242,10 +279,21 @@ def _getitem(view: ViewLike, node: fx.Node) -> Term:
         return opaque(node)
     if source.target is aten._fused_rms_norm.default and index == 0:
         return _whole(view, source, (node, source))
+    if source.target in VAR_MEAN and index in (0, 1):
+        return moment(view, node, source, index)
     if isinstance(index, int):
         return Term("item", (source, index), (node,))
-    back = kept(view, node, source) if index == (..., None) else None
+    back = kept(view, node, source) if _puts_back(view, source, index) else None
     return back or opaque(node)
+
+
+def _puts_back(view: ViewLike, source: fx.Node, index: object) -> bool:
+    """Whether an index adds a last dimension, as [..., None] and [:, :, None] do."""
+    if not isinstance(index, tuple) or not index or index[-1] is not None:
+        return False
+    shape = view.facts.shape(source)
+    all_of_it = shape is not None and index[:-1] == (slice(None, None, None),) * len(shape)
+    return index[:-1] == (...,) or all_of_it
 
 
 def _whole(view: ViewLike, call: fx.Node, nodes: tuple[fx.Node, ...]) -> Term:

@@ -12,6 +12,7 @@ from fxfuse.match import (
     Decline,
     Expr,
     Viewed,
+    is_permuted,
     known_equal,
     maybe_cast,
     mean,
@@ -134,9 +135,21 @@ def numerics(norm: Norm, rounds_rstd: bool = False) -> dict | Decline | None:
     return {
         "eps": None if eps is None else float(eps),
         "weight_offset": float(norm.number("offset", 0.0)),
-        "contiguous": norm.has("whole"),
+        "contiguous": norm.has("whole") or _is_laid_anew(norm),
         **dtypes,
     }
+
+
+def _is_laid_anew(norm: Norm) -> bool:
+    """Whether rows that lie permuted in memory become a result that lies in order.
+
+    A product lies as its first operand does, and the root is always in order.
+    """
+    x, y = (norm.b.facts.value(norm.node(name)) for name in ("h", "normed"))
+    if x is not None and y is not None:
+        return is_permuted(x) and not is_permuted(y)
+    first = norm.b.view.see(norm.b.view.term(norm.node("unit")).args[0])
+    return first is not None and first.word == "rsqrt"
 
 
 def weight_problem(norm: Norm) -> str | None:

@@ -261,3 +261,14 @@ def test_a_joint_graph_names_what_keeps_the_norm():
     assert all("is also used by" in m.reason for m in report.misses) and report.misses
     for got, want in zip(gm(x()), step(x().requires_grad_())):
         torch.testing.assert_close(got, want)
+
+
+def test_part_of_an_input_where_a_number_could_be():
+    def model(a):
+        first = a[:1]
+        h = torch.rms_norm(first, (WIDTH,), eps=1e-5) + first
+        return h * h.square()
+
+    gm = fxfuse.apply(fx.symbolic_trace(model))
+    torch.testing.assert_close(gm(x()), model(x()))
+    assert gm.meta["fxfuse"].counts == {"rms_norm": 1, "backward_add_rms_norm": 1}

@@ -310,7 +310,84 @@ class ScaledMean(Base):
         return x * torch.rsqrt(0.7 * x.pow(2).mean(-1, True) + self.eps) * self.weight
 
 
+class FlaxStatistics(Base):  # of Flax's LayerNorm without its mean
+    def statistics(self, x):
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        mean_square = torch.square(x).mean(-1)
+        return torch.zeros_like(mean_square), mean_square
+
+    def forward(self, x):
+        mean, variance = (t.unsqueeze(-1) for t in self.statistics(x))
+        root = torch.rsqrt(variance + self.eps) * self.weight.reshape(1, 1, -1)
+        return (x - mean) * root
+
+
+class WrittenStatistics(Base):  # the mean is not zero any more when it is taken away
+    def forward(self, x):
+        mean_square = torch.square(x).mean(-1, keepdim=True)
+        mean = torch.zeros_like(mean_square)
+        mean[:, 0] = 1.0
+        return (x - mean) * torch.rsqrt(mean_square + self.eps) * self.weight
+
+
+class Hypotenuse(Base):
+    def forward(self, x):
+        rms = torch.linalg.norm(x, dim=-1, keepdim=True) / math.sqrt(x.shape[-1])
+        return x / torch.hypot(rms, torch.full_like(rms, math.sqrt(self.eps))) * self.weight
+
+
+class Moments(Base):
+    def forward(self, x):
+        var, mean = torch.var_mean(x, dim=-1, correction=0, keepdim=True)
+        return self.weight * (x * torch.rsqrt(var + mean.square() + self.eps))
+
+
+class CentredOverMoments(Base):
+    def forward(self, x):
+        var, mean = torch.var_mean(x, dim=-1, correction=0, keepdim=True)
+        return self.weight * ((x - mean) * torch.rsqrt(var + mean.square() + self.eps))
+
+
+class DistanceFromZero(Base):
+    def forward(self, x):
+        mse = F.mse_loss(x, torch.zeros_like(x), reduction="none").mean(dim=2)
+        root = torch.sqrt(mse + self.eps)
+        return torch.einsum("btd,d->btd", x / root[:, :, None], self.weight)
+
+
+class LargestFirst(Base):  # an RMSNorm, with an eps that is another number for each row
+    def forward(self, x):
+        scale = x.abs().amax(dim=-1, keepdim=True).clamp_min(1e-12)
+        h = x / scale
+        mean_square = h.square().mean(dim=-1, keepdim=True)
+        return h * torch.rsqrt(mean_square + self.eps / scale.square()) * self.weight
+
+
+class ChannelsFirst(Base):
+    def forward(self, x):
+        x = x.transpose(1, 2)
+        power = x.pow(2).mean(dim=1, keepdim=True)
+        return (x * power.add(self.eps).rsqrt() * self.weight[:, None]).transpose(1, 2)
+
+
+class PreviousToken(Base):
+    def forward(self, x):
+        past = torch.roll(x, shifts=1, dims=1)
+        return self.weight * (x * torch.rsqrt(past.pow(2).mean(-1, keepdim=True) + self.eps))
+
+
+class OverHeadsAndColumns(Base):
+    def forward(self, x):
+        h = x.unflatten(-1, (4, -1))
+        mean_square = h.pow(2).sum(dim=(-2, -1), keepdim=True) / h.shape[-1]
+        return (h * torch.rsqrt(mean_square + self.eps)).flatten(-2) * self.weight
+
+
 NORMS = [
+    (FlaxStatistics, "rms_norm", EPS),
+    (Hypotenuse, "rms_norm", EPS),
+    (Moments, "rms_norm", EPS),
+    (DistanceFromZero, "rms_norm", EPS),
     (CancellingFactors, "rms_norm", EPS),
     (CancellingFactorsDropped, "rms_norm", EPS),
     (Logarithms, "rms_norm", EPS),
@@ -348,6 +425,12 @@ class CentredStatistic(Base):
 
 
 NEAR = [
+    (WrittenStatistics, "not the tensor whose squares are averaged"),
+    (CentredOverMoments, "not the tensor whose squares are averaged"),
+    (LargestFirst, "its eps is a tensor"),
+    (ChannelsFirst, "the mean is over dim 1, not the last"),
+    (PreviousToken, "not the tensor whose squares are averaged"),
+    (OverHeadsAndColumns, "the sum is over 2 dimensions, not the last alone"),
     (UnbiasedVarianceAndMean, "divides by a standard deviation"),
     (WrongWidthDropped, "the sum of squares is divided by 5, not by the width 32"),
     (ScaledMean, "its mean of squares is multiplied by 0.7"),

@@ -1,0 +1,65 @@
+# ruff: noqa: F722, F821
+"""Programs that were got wrong, or that show what the fuzzer looks at; see scripts/fuzzing/program.
+
+They are never called: a test reads their source, with what their annotations say, as programs.
+"""
+
+import torch
+from torch.nn import functional as F
+
+
+def part_of_an_input_where_a_number_could_be(x: "4x3x8 float32 grad") -> "train":  # seed 10121
+    v0 = x[:1]
+    v1 = F.rms_norm(v0, (8,), eps=1e-05)
+    v2 = v1 + v0
+    v3 = v2.square()
+    v4 = v2 * v3
+    return v4
+
+
+def a_result_that_lies_as_its_root(x: "2x5x32 float32 transposed") -> "train":  # seed 1058
+    v1 = (torch.square(x)).mean(-1, keepdim=True)
+    v2 = v1**-0.5
+    v3 = v2 * x
+    return v3
+
+
+def a_write_between(x: "2x5x16 float32 grad", r: "2x5x16 float32 grad", w: "16 float32") -> "train":
+    v0 = x * 1.5
+    v1 = v0 + r
+    v2 = v1.pow(2).mean(-1, keepdim=True)
+    v3 = torch.rsqrt(v2 + 1e-06)
+    v0.mul_(2.0)
+    v4 = v1 * v3 * w
+    return v4, v0
+
+
+def a_later_reader_is_returned(x: "2x5x16 float32 grad") -> "train":
+    v0 = x * 1.5
+    v1 = v0 * torch.rsqrt(v0.pow(2).mean(-1, keepdim=True) + 1e-06)
+    v2 = v0.view(-1)
+    return v1, v2
+
+
+def one_memory_for_two_inputs(
+    x: "2x5x16 float32", r: "2x5x16 float32", r1: "2x5x16 float32 alias:x"
+) -> "no_grad":
+    v0 = x + r
+    v1 = v0 * torch.rsqrt(v0.pow(2).mean(-1, keepdim=True) + 1e-06)
+    r1.mul_(2.0)
+    return v1, v0
+
+
+def a_gradient_that_ends_inside(x: "3x4x8 bfloat16 grad small", w: "8 float32 grad") -> "train":
+    v0 = x.float()
+    with torch.no_grad():
+        v1 = torch.rsqrt(v0.pow(2).mean(-1, keepdim=True) + 1e-05)
+    v2 = (v0 * v1).to(x.dtype) * w
+    return v2
+
+
+def a_statistic_that_is_read(x: "3x4x8 float16 grad", g: "3x4x8 float16 grad") -> "train":
+    v0 = x.float().pow(2).mean(-1, keepdim=True)
+    v1 = (x.float() * torch.rsqrt(v0 + 1e-06)).to(x.dtype)
+    v2 = v1 * F.silu(g)
+    return v2, v0
