@@ -77,13 +77,15 @@ class _Op:
             found["compute_dtype"] = torch.promote_types(normed, torch.float32)
         return found
 
-    def may_be_derived(self, x: Tensor, gate: Tensor) -> bool:
-        """Whether a compiler's own derivative of the formula is at least as fast as ours.
+    def may_be_derived(self, x: Tensor, gate: Tensor, weights: _Weights) -> bool:
+        """Whether a compiler's own derivative of the formula is as exact as ours, and as fast.
 
-        On a CPU roundings to a half are arithmetic, which autograd should not see.
+        On a CPU roundings to a half are arithmetic, which autograd should not see; and there a
+        compiler adds up the gradient of a weight row by row.
         """
         half = x.dtype in reference.HALVES or gate.dtype in reference.HALVES
-        return not (self.gate_first or (half and x.device.type == "cpu"))
+        ours = half or needs_grad(*weights)
+        return not (self.gate_first or (ours and x.device.type == "cpu"))
 
     # ---- inner ops ----
 
@@ -196,7 +198,7 @@ def silu_gate_rms_norm(
 def _outer(op: _Op, x, gate, weights, attributes, forward, backward) -> Tensor:
     check_sides(op.name, forward, backward)
     fits = x.shape == gate.shape and all(one_value_per_column(w, x.shape) for w in weights)
-    derived = forward == backward == "inline" and op.may_be_derived(x, gate)
+    derived = forward == backward == "inline" and op.may_be_derived(x, gate, weights)
     if derived or not fits or must_be_plain(x, gate, *weights):
         return op.formula(x, gate, weights, attributes)[0]
     if needs_grad(x, gate, *weights):

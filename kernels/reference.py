@@ -19,6 +19,8 @@ HALVES = (torch.float16, torch.bfloat16)
 # Rows that are added up in the compute dtype before their sums are added in fp64: the first of
 # these that makes whole runs. In longer runs the error grows, in shorter ones what is kept of them.
 RUNS = (128, 64, 32)
+# Rows of so many columns are added up in runs of columns.
+WIDE, RUN = 1 << 15, 1 << 10
 
 
 def resolve_dtype(name: str, input_dtype: torch.dtype) -> torch.dtype | None:
@@ -87,7 +89,11 @@ def rms_norm(
 
 def inverse_rms(s: Tensor, eps: float | None) -> Tensor:
     """rstd [..., 1] of the rows of `s` [..., N], in the dtype of `s`."""
-    return torch.rsqrt(s.pow(2).mean(-1, keepdim=True) + resolve_eps(eps, s.dtype))
+    squares = s.pow(2)
+    if s.device.type == "cpu" and _known(s.shape[-1] >= WIDE) and _known(s.shape[-1] % RUN == 0):
+        # Inductor's CPU code adds up a row in one vector, which loses bits of long ones.
+        squares = squares.view(*s.shape[:-1], s.shape[-1] // RUN, RUN).mean(-1)
+    return torch.rsqrt(squares.mean(-1, keepdim=True) + resolve_eps(eps, s.dtype))
 
 
 def add_rms_norm(

@@ -6,6 +6,8 @@ compiled only some combinations are.
 """
 
 import math
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +15,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fxfuse.kernels import compiled, ops  # noqa: F401
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+
+from accuracy import steps_apart
 
 rms_norm = torch.ops.fxfuse.rms_norm.default
 add_rms_norm = torch.ops.fxfuse.add_rms_norm.default
@@ -72,17 +78,6 @@ def operands(shape, dtype, *, zero=False):
 
 def gradients_of(y, h, inputs, dy, dh):
     return torch.autograd.grad((y, h), inputs, (dy, dh))
-
-
-def ordinal(t: Tensor) -> Tensor:
-    """The place of each element among all numbers of its dtype, so that neighbours differ by 1."""
-    bits = t.contiguous().view({2: torch.int16, 4: torch.int32}[t.element_size()]).long()
-    return torch.where(bits < 0, -(bits & (2 ** (8 * t.element_size() - 1) - 1)), bits)
-
-
-def steps_apart(a: Tensor, b: Tensor) -> Tensor:
-    assert a.dtype == b.dtype
-    return (ordinal(a) - ordinal(b)).abs()
 
 
 def error(value: Tensor, exact: Tensor) -> float:
