@@ -171,6 +171,14 @@ def is_permuted(value: torch.Tensor) -> bool:
     return any(known_less(a, b) for i, a in enumerate(strides) for b in strides[i + 1 :])
 
 
+def order_in_memory(value: torch.Tensor) -> tuple[int, ...] | None:
+    """Its dimensions of more than one value from the widest stride to the closest, if known."""
+    if not all(isinstance(n, int) for n in (*value.shape, *value.stride())):
+        return None
+    dims = [d for d in range(value.dim()) if value.shape[d] != 1]
+    return tuple(sorted(dims, key=lambda d: -value.stride(d)))
+
+
 def known_less(a: object, b: object) -> bool:
     """a < b of two sizes, as far as that is known without a guard."""
     if isinstance(a, int) and isinstance(b, int):

@@ -22,7 +22,7 @@ from torch import fx
 
 from fxfuse.cast_spellings import behind_casts
 from fxfuse.errors import BadPattern
-from fxfuse.facts import Facts, is_permuted, known_equal, same_shape
+from fxfuse.facts import Facts, is_permuted, known_equal, order_in_memory, same_shape
 from fxfuse.powers import power_of, width_of
 from fxfuse.term import Attr, Term, ViewLike, spelt
 from fxfuse.view import View
@@ -30,7 +30,8 @@ from fxfuse.view import View
 __all__ = [
     "Bound", "Call", "Decline", "Derived", "Expr", "Fork", "Fusion", "Term", "View",
     "Viewed", "behind_casts", "call_of", "holding", "is_permuted", "item", "known_equal",
-    "maybe_cast", "mean", "named", "power_of", "reshaped", "rsqrt", "same_shape", "scalar",
+    "maybe_cast", "mean", "named", "order_in_memory",
+    "power_of", "reshaped", "rsqrt", "same_shape", "scalar",
     "square", "upcast", "var", "width_of", "word",
 ]  # fmt: skip
 
@@ -164,6 +165,13 @@ class Bound:
 
     def decline(self, reason: str) -> Decline:
         return Decline(reason)
+
+    def term(self, name: str) -> Term:
+        """What a bound node means, behind steps that change nothing."""
+        term = self.view.term(self.names[name])
+        while _changes_nothing(self.facts, term):
+            term = self.view.term(term.args[0])
+        return term
 
     def is_read_outside(self, node: fx.Node) -> bool:
         """Whether the graph uses a node elsewhere than in the match."""
@@ -405,16 +413,16 @@ def _smallest(sets: set[frozenset[str]]) -> set[frozenset[str]]:
 
 def _look_through(operand: object, b: Bound) -> Term | None:
     term = b.view.see(operand)
-    while term is not None and (term.word == "same" or _changes_nothing(b.facts, term)):
+    while term is not None and _changes_nothing(b.facts, term):
         b.nodes.extend(term.nodes)
         term = b.view.see(term.args[0])
     return term
 
 
 def _changes_nothing(facts: Facts, term: Term) -> bool:
-    """True of a cast to the dtype that its operand is known to have."""
+    """True of a cast to the dtype that its operand is known to have, and of no step at all."""
     if term.word != "cast":
-        return False
+        return term.word == "same"
     dtype = facts.dtype(term.args[0])
     return dtype is not None and dtype == term.dtype
 

@@ -25,8 +25,8 @@ from fxfuse.kernels.registration import (
 
 _ROUNDING = (
     "float? eps, float weight_offset=0.0, "
-    'str compute_dtype="float32", str rstd_dtype="", str unit_dtype="", str out_dtype="", '
-    "bool contiguous=False"
+    'str compute_dtype="float32", str rstd_dtype="", str scale_dtype="", '
+    'str unit_dtype="", str out_dtype="", bool contiguous=False'
 )
 
 
@@ -38,6 +38,7 @@ class Rounding:
     weight_offset: float = 0.0
     compute_dtype: str = "float32"
     rstd_dtype: str = ""
+    scale_dtype: str = ""
     unit_dtype: str = ""
     out_dtype: str = ""
     contiguous: bool = False
@@ -50,6 +51,7 @@ class Rounding:
             "compute_dtype": reference.resolve_dtype(self.compute_dtype, h_dtype)
             or torch.promote_types(h_dtype, torch.float32),
             "rstd_dtype": reference.resolve_dtype(self.rstd_dtype, h_dtype),
+            "scale_dtype": reference.resolve_dtype(self.scale_dtype, h_dtype),
             "unit_dtype": reference.resolve_dtype(self.unit_dtype, h_dtype),
             "out_dtype": reference.resolve_dtype(self.out_dtype, h_dtype),
         }
@@ -288,7 +290,7 @@ def _triton_forward(x, residual, weight, attributes):
     compute_dtype = resolved.pop("compute_dtype")
     resolved["out_dtype"] = y_dtype(h_dtype, weight, attributes)
     resolved["eps"] = reference.resolve_eps(attributes.eps, compute_dtype)
-    dtypes = resolved["rstd_dtype"], resolved["unit_dtype"]
+    dtypes = [resolved[name] for name in ("rstd_dtype", "scale_dtype", "unit_dtype")]
     product = y_dtype(h_dtype, weight, replace(attributes, out_dtype=""))
     # the kernel rounds the product once, to out_dtype
     twice = product in reference.HALVES and product != resolved["out_dtype"]

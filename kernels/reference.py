@@ -56,6 +56,7 @@ def rms_norm(
     weight_offset: float = 0.0,
     compute_dtype: torch.dtype = torch.float32,
     rstd_dtype: torch.dtype | None = None,
+    scale_dtype: torch.dtype | None = None,
     unit_dtype: torch.dtype | None = None,
     out_dtype: torch.dtype | None = None,
     keepdim: bool = False,
@@ -65,8 +66,9 @@ def rms_norm(
     """RMSNorm of the last dim of `h` [..., N].
 
     `compute_dtype` is the dtype of the statistics, `rstd_dtype` the dtype that rstd is rounded to
-    before it scales, `unit_dtype` the dtype that the normalised value is rounded to before the
-    weight, `out_dtype` that of y; None leaves what promotion gives.
+    before it scales, `scale_dtype` what rstd times the weight is rounded to where both scale as
+    one, `unit_dtype` the dtype that the normalised value is rounded to before the weight,
+    `out_dtype` that of y; None leaves what promotion gives.
     summed: whether h is a sum that was made just before, so that its rounding must be kept.
     inner: whether the caller computes on with y, so that its own rounding must be kept as well.
     Returns y [..., N] and rstd [...], with `keepdim` [..., 1], in `compute_dtype`: a compiler then
@@ -75,6 +77,10 @@ def rms_norm(
     """
     s = (as_stored(h) if summed else h).to(compute_dtype)
     rstd = inverse_rms(s, eps)
+    if scale_dtype is not None and weight is not None:
+        factor = rounded(rstd * scale(weight, weight_offset, s.dtype), scale_dtype, bounded=True)
+        y = rounded(s * factor.to(s.dtype), out_dtype, bounded=True)
+        return y, rstd if keepdim else rstd.squeeze(-1)
     y = rounded(s * rounded(rstd, rstd_dtype).to(s.dtype), unit_dtype, bounded=True)
     if weight is not None:
         factor = weight if weight_offset == 0 else weight_offset + weight.to(compute_dtype)

@@ -48,6 +48,7 @@ def forward(
     STRIDE_UNIT: tl.constexpr,
     WEIGHT_OFFSET: tl.constexpr,
     RSTD_DTYPE: tl.constexpr,
+    SCALE_DTYPE: tl.constexpr,
     UNIT_DTYPE: tl.constexpr,
 ):
     first_row = tl.program_id(0) * ROWS
@@ -71,9 +72,21 @@ def forward(
     row_rstd = reciprocal_rms(tl.sum(values * values, axis=1, keep_dims=True), eps, N)
     tl.store(rstd + first_row + tl.arange(0, ROWS)[:, None], row_rstd, mask=row_mask)
     row_rstd = round_to(row_rstd, RSTD_DTYPE)
-    result = normalise(values, row_rstd, gain, WEIGHT_OFFSET, UNIT_DTYPE)
+    result = scaled(values, row_rstd, gain, WEIGHT_OFFSET, SCALE_DTYPE, UNIT_DTYPE)
     y_rows = point(y, first_row, columns, N, ROWS)
     tl.store(y_rows, result.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def scaled(
+    h, rstd, weight, WEIGHT_OFFSET: tl.constexpr, SCALE_DTYPE: tl.constexpr,
+    UNIT_DTYPE: tl.constexpr,
+):  # fmt: skip
+    if SCALE_DTYPE is not None:
+        result = h * round_to(scale(rstd, weight, WEIGHT_OFFSET), SCALE_DTYPE)
+    else:
+        result = normalise(h, rstd, weight, WEIGHT_OFFSET, UNIT_DTYPE)
+    return result
 
 
 @triton.jit(do_not_specialize=_FORWARD_RUNTIME)
@@ -94,6 +107,7 @@ def forward_wide(
     STRIDE_UNIT: tl.constexpr,
     WEIGHT_OFFSET: tl.constexpr,
     RSTD_DTYPE: tl.constexpr,
+    SCALE_DTYPE: tl.constexpr,
     UNIT_DTYPE: tl.constexpr,
 ):
     """One row a program, read twice in chunks: the second time from the cache."""
@@ -123,7 +137,8 @@ def forward_wide(
         if residual is not None:
             more = read(residual, residual_stride, row, columns, mask, 1, STRIDE_UNIT, "")
             total = add_rounded(total, more, h.dtype.element_ty)
-        result = normalise(total.to(tl.float32), row_rstd, gain, WEIGHT_OFFSET, UNIT_DTYPE)
+        values = total.to(tl.float32)
+        result = scaled(values, row_rstd, gain, WEIGHT_OFFSET, SCALE_DTYPE, UNIT_DTYPE)
         y_rows = point(y, row, columns, N, 1)
         tl.store(y_rows, result.to(y.dtype.element_ty), mask=mask)
 

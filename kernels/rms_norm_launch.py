@@ -171,13 +171,15 @@ def forward(
     eps: float,
     weight_offset: float,
     rstd_dtype: torch.dtype | None = None,
+    scale_dtype: torch.dtype | None = None,
     unit_dtype: torch.dtype | None,
     out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """y = h / rms(h) * (weight_offset + weight), with h = x + residual rounded to its dtype.
 
-    x: [..., N]; residual: the same shape or None; weight: [N] or None. `rstd_dtype` and
-    `unit_dtype` are what 1 / rms(h) and h / rms(h) are rounded to, None for no rounding.
+    x: [..., N]; residual: the same shape or None; weight: [N] or None. `rstd_dtype`,
+    `scale_dtype` and `unit_dtype` are what 1 / rms(h), that times the weight, and h / rms(h) are
+    rounded to, None for no rounding.
     Returns y [..., N] in `out_dtype`; h [..., N] in the promoted dtype of x and residual, None
     without a residual; rstd [...] in fp32. All of them contiguous and new.
     """
@@ -210,6 +212,7 @@ def forward(
         "STRIDE_UNIT": unit,
         "WEIGHT_OFFSET": float(weight_offset),
         "RSTD_DTYPE": rows.rounding(rstd_dtype),
+        "SCALE_DTYPE": rows.rounding(None if weight is None else scale_dtype),
         "UNIT_DTYPE": rows.rounding(unit_dtype),
     }
     cut = settle(cut, arguments, constants, device)

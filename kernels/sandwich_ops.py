@@ -145,7 +145,7 @@ def _resolve(x, residual, weight1, attributes: dict) -> dict:
     found = {"norm_dtype1": one.pop("out_dtype"), "out_dtype": two.pop("out_dtype")}
     found["swapped"] = attributes.get("swapped", False)
     for i, norm in ((1, one), (2, two)):
-        norm.pop("rstd_dtype")  # these norms do not round it
+        norm.pop("rstd_dtype"), norm.pop("scale_dtype")  # these norms do not round them
         found |= {f"{name}{i}": value for name, value in norm.items()}
     return found
 

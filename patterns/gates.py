@@ -34,7 +34,7 @@ def gate_problem(b: Bound, x: str) -> str | None:
 
 def _is_swapped(b: Bound) -> bool:
     """Whether the silu is the first operand of the product, which decides how that lies."""
-    operand = b.view.term(b.product_with_gate).args[0]
+    operand = b.term("product_with_gate").args[0]
     while operand is not b.silu:
         term = b.view.see(operand)
         if term is None or term.word not in ("cast", "same"):

@@ -17,6 +17,7 @@ from fxfuse.match import (
     maybe_cast,
     mean,
     named,
+    order_in_memory,
     reshaped,
     rsqrt,
     same_shape,
@@ -65,7 +66,8 @@ def rms_norm_of(h: Expr, prefix: str = "", views: bool = False) -> Expr:
     product = part("product", viewed(maybe_cast(viewed(unit), prefix + "unit_cast")) * scale)
     weight_first = part(
         "product",
-        part("weighted", scaled * scale) * rstd | scaled * part("weighted", rstd * scale),
+        part("weighted", scaled * scale) * rstd
+        | scaled * maybe_cast(part("weighted", rstd * scale), prefix + "weighted_cast"),
     )
     whole_product = part("product", viewed(whole) * scale)
     return part(
@@ -114,22 +116,23 @@ class Norm:
 def numerics(norm: Norm, rounds_rstd: bool = False) -> dict | Decline | None:
     """The attributes of the op: eps, weight_offset and the dtypes between which the graph rounds.
 
-    rounds_rstd: whether the op can round rstd before it scales. None where the match should be
-    tried in another way (a cast that has to stay outside, `1 + w` that is rounded before it is
-    used).
+    rounds_rstd: whether the op can round rstd, or that times the weight, before it scales. None
+    where the match should be tried in another way (a cast that has to stay outside, `1 + w` that is
+    rounded before it is used).
     """
     if norm.has("whole") and norm.has("inner_weight") and norm.has("product"):
         return None
     if is_centred(norm.b.view, norm.node("h")):
         return Decline(CENTRED)
     known = norm.b.facts.value(norm.node("h")) is not None
-    problem = (known and _dtype_problem(norm)) or weight_problem(norm)
+    problem = (known and (_dtype_problem(norm) or _place_problem(norm))) or weight_problem(norm)
     if problem:
         return Decline(problem)
     dtypes = _from_metadata(norm) if known else _without_metadata(norm)
     if not isinstance(dtypes, dict):
         return dtypes
-    if not rounds_rstd and dtypes.pop("rstd_dtype"):
+    # Only norms by themselves round what they scale by.
+    if not rounds_rstd and any([dtypes.pop("rstd_dtype"), dtypes.pop("scale_dtype")]):
         return None
     eps = norm.number("eps", None if norm.has("whole") else 0.0)
     return {
@@ -138,6 +141,16 @@ def numerics(norm: Norm, rounds_rstd: bool = False) -> dict | Decline | None:
         "contiguous": norm.has("whole") or _is_laid_anew(norm),
         **dtypes,
     }
+
+
+def _place_problem(norm: Norm) -> str | None:
+    """Why the result of the op would lie in memory in another way, or None."""
+    x, y = (norm.b.facts.value(norm.node(name)) for name in ("h", "normed"))
+    if x.dim() != y.dim() or not (is_permuted(x) and is_permuted(y)):
+        return None
+    if order_in_memory(x) == order_in_memory(y):
+        return None
+    return "its result lies in memory neither as its input does nor in order"
 
 
 def _is_laid_anew(norm: Norm) -> bool:
@@ -225,7 +238,9 @@ def _from_metadata(norm: Norm) -> dict | Decline | None:
         if unit is not None:
             return None  # it would be rounded twice
         unit = norm.dtype("unit")
-    if norm.has("product") and norm.dtype("product") != _promoted(norm, unit or compute, compute):
+    factor = norm.dtype("weighted_cast")
+    factor = None if factor == compute else factor
+    if norm.has("product") and norm.dtype("product") != _promoted(norm, factor, unit, compute):
         return None
     inner = norm.dtype("product") or norm.dtype("unit") or norm.dtype("whole")
     out = norm.dtype("normed")
@@ -234,6 +249,7 @@ def _from_metadata(norm: Norm) -> dict | Decline | None:
     return {
         "compute_dtype": name_of(compute),
         "rstd_dtype": rstd,
+        "scale_dtype": name_of(factor) if factor else "",
         "unit_dtype": name_of(unit) if unit not in (None, compute) else "",
         "out_dtype": name_of(out),
     }
@@ -256,10 +272,14 @@ def _dtype_problem(norm: Norm) -> str | None:
     return _statistic_problem(norm, _compute_dtype(norm))
 
 
-def _promoted(norm: Norm, unit: torch.dtype, compute: torch.dtype) -> torch.dtype:
-    """The dtype in which the op multiplies by the weight."""
+def _promoted(
+    norm: Norm, factor: torch.dtype | None, unit: torch.dtype | None, compute: torch.dtype
+) -> torch.dtype:
+    """The dtype in which the op multiplies last: by the weight, or by what `factor` rounds."""
+    if factor is not None:
+        return torch.promote_types(norm.dtype("scaled_cast") or norm.dtype("h"), factor)
     weight = compute if norm.has("shifted") else norm.b.facts.dtype(norm.weight)
-    return torch.promote_types(unit, weight)
+    return torch.promote_types(unit or compute, weight)
 
 
 def _statistic_problem(norm: Norm, compute: torch.dtype) -> str | None:
@@ -297,6 +317,8 @@ def _without_metadata(norm: Norm) -> dict | Decline | None:
     if norm.has("whole"):
         return _whole_without_metadata(norm)
     compute = _cast_dtype(norm, "statistic_cast") or norm.own
+    if norm.has("weighted_cast"):
+        return Decline(UNKNOWN)
     scaled, rstd = _cast_dtype(norm, "scaled_cast"), _cast_dtype(norm, "rstd_cast")
     if None in (compute, rstd):
         return Decline(UNKNOWN)
@@ -317,6 +339,7 @@ def _without_metadata(norm: Norm) -> dict | Decline | None:
     return {
         "compute_dtype": compute,
         "rstd_dtype": "",
+        "scale_dtype": "",
         "unit_dtype": unit,
         "out_dtype": out,
     }
@@ -335,6 +358,7 @@ def _whole_without_metadata(norm: Norm) -> dict | Decline | None:
     return {
         "compute_dtype": compute,
         "rstd_dtype": "",
+        "scale_dtype": "",
         "unit_dtype": returned if scaled else "",
         "out_dtype": "" if scaled else returned,
     }

@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 import fxfuse.kernels.ops  # noqa: F401  (defines the op)
-from fxfuse.match import Bound, Call, Decline, named, same_shape, upcast, var
+from fxfuse.match import Bound, Call, Decline, behind_casts, named, same_shape, upcast, var
 from fxfuse.patterns.add_rms_norm import add_problem
 from fxfuse.patterns.near_norms import post_norm
 from fxfuse.patterns.norms import UNKNOWN, Norm, numerics, rms_norm_of
@@ -35,7 +35,7 @@ def build(b: Bound) -> Call | Decline | None:
             return found
     numbers[0]["norm_dtype"] = numbers[0].pop("out_dtype")
     out_dtype, contiguous = numbers[1].pop("out_dtype"), numbers[1].pop("contiguous")
-    swapped = b.view.term(b.h).args[0] is not b.residual
+    swapped = behind_casts(b.view, b.term("h").args[0]) is not behind_casts(b.view, b.residual)
     return b.call(
         torch.ops.fxfuse.rms_norm_add_rms_norm.default,
         b.x,

@@ -51,7 +51,7 @@ def norm(h, weight, offset, unit_dtype=None):
     return unit if weight is None else unit * (offset + weight.double())
 
 
-def forward(x, residual, weight, *, offset=0.0, rstd_dtype=None, unit_dtype=None, out_dtype=None):
+def forward(x, residual, weight, *, offset=0.0, unit_dtype=None, out_dtype=None, **rounding):
     out_dtype = out_dtype or x.dtype
     return kernels.forward(
         x,
@@ -59,9 +59,9 @@ def forward(x, residual, weight, *, offset=0.0, rstd_dtype=None, unit_dtype=None
         weight,
         eps=EPS,
         weight_offset=offset,
-        rstd_dtype=rstd_dtype,
         unit_dtype=unit_dtype,
         out_dtype=out_dtype,
+        **rounding,
     )
 
 
@@ -178,6 +178,15 @@ def test_rstd_is_rounded_before_it_scales(N):
     assert torch.equal(y, x * rstd[:, None].half())
     assert rstd.dtype == FP32 and not torch.equal(rstd, rstd.half().float())
     assert not torch.equal(y, forward(x, None, None, unit_dtype=FP16)[0])
+
+
+@pytest.mark.parametrize("N", (64, 1000, 4096, WIDE["forward"][0]))
+@pytest.mark.parametrize("offset", (0.0, 1.0))
+def test_rstd_times_the_weight_is_rounded_before_it_scales(N, offset):
+    x, weight = normal(5, N, dtype=FP16), normal(N, dtype=FP16, seed=1)
+    y, _, rstd = forward(x, None, weight, offset=offset, scale_dtype=FP16)
+    assert torch.equal(y, x * (rstd[:, None] * (weight.float() + offset)).half())
+    assert not torch.equal(y, forward(x, None, weight, offset=offset)[0])
 
 
 def test_unit_rounded_then_a_wider_weight():

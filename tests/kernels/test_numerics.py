@@ -60,14 +60,27 @@ def rounded_root(x, w):
     return x * root.to(x.dtype) * w
 
 
+def rounded_scale(x, w):  # as k-diffusion
+    root = torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + EPS)
+    return x * (w.float() * root).to(x.dtype)
+
+
 ORDERS = {
     llama: {"unit_dtype": "input"},
     cast_last: {"out_dtype": "input"},
     zero_centred: {"out_dtype": "input", "weight_offset": 1.0},
     same_dtype: {"compute_dtype": "input"},
     rounded_root: {"rstd_dtype": "input", "unit_dtype": "input"},
+    rounded_scale: {"scale_dtype": "input", "out_dtype": "input"},
 }
-HALF_STEPS = {llama: 2, cast_last: 1, zero_centred: 1, same_dtype: 2, rounded_root: 2}
+HALF_STEPS = {
+    llama: 2,
+    cast_last: 1,
+    zero_centred: 1,
+    same_dtype: 2,
+    rounded_root: 2,
+    rounded_scale: 2,
+}
 
 
 def operands(shape, dtype, *, zero=False):

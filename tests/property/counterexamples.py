@@ -63,3 +63,10 @@ def a_statistic_that_is_read(x: "3x4x8 float16 grad", g: "3x4x8 float16 grad") -
     v1 = (x.float() * torch.rsqrt(v0 + 1e-06)).to(x.dtype)
     v2 = v1 * F.silu(g)
     return v2, v0
+
+
+def a_product_behind_a_cast_to_its_dtype(g: "7x6 float32", r: "6x7 float32") -> "train":  # 50584
+    v0 = g.transpose(-2, 1)
+    v1 = F.silu(r) * v0
+    v2 = v1.to(v0)
+    return v2
