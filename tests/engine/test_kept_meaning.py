@@ -145,6 +145,19 @@ def test_writes_reach_who_shares_the_memory(function):
         torch.testing.assert_close(mine, theirs)
 
 
+@torch.no_grad()
+def test_what_is_returned_twice_is_one_tensor():
+    """A caller that writes to the one sees it in the other."""
+
+    def function(x, r, w):
+        s = x + r
+        h = s.to(x.dtype)
+        return s, h, norm(h.view(-1, N), w)
+
+    (one, other, _), _ = compiled(Of(function), values((4, N), (4, N), (N,)))
+    assert one.data_ptr() == other.data_ptr()
+
+
 def _flat(found):
     return found if isinstance(found, tuple) else (found,)
 
