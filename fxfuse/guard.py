@@ -123,7 +123,9 @@ class Guards:
             if node not in site.outputs:
                 for user in node.users:
                     if user not in covered:
-                        return f"the value {node.name} inside it is also used by {user.name}"
+                        reason = f"the value {node.name} inside it is also used by {user.name}"
+                        is_output = user.op == "output"
+                        return reason + is_output * ": returned, or saved by an autograd.Function"
         return None
 
     def _observed(self, site: Site) -> str | None:

@@ -28,7 +28,7 @@ def gate_problem(b: Bound, x: str) -> str | None:
             return f"{what} is {name_of(dtype)}, not a floating-point tensor"
     gate, gated = b.shape("gate"), b.shape(x)
     if gate is not None and gated is not None and not same_shape(gate, gated):
-        return f"its gate of shape {tuple(gate)} broadcasts: what it gates is {tuple(gated)}"
+        return f"its gate of shape {tuple(gate)} and what it gates, {tuple(gated)}, broadcast"
     return None
 
 

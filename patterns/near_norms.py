@@ -83,10 +83,14 @@ def _under_root(view: View, root: Term) -> Term | None:
         added = below
         terms = [t for t in map(view.see, below.args) if t is not None]
         terms += [t for sum in terms if sum.word == "add" for t in map(view.see, sum.args) if t]
-        below = next((t for t in terms if t.word in ("mean", "sum", "var")), None)
+        below = next((t for t in terms if t.word in ("mean", "sum", "var", "detach")), None)
         numbers = any(view.facts.is_number(a) for a in added.args)
         if below is not None and below.word == "mean" and not numbers and not below.flaw:
             below = Term("mean", below.args, below.nodes, _TENSOR_EPS)
+    if below is not None and below.word == "detach":
+        below = view.see(below.args[0])
+        if below is not None and below.word == "mean" and not below.flaw:
+            below = Term("mean", below.args, below.nodes, _DETACHED)
     if below is None or below.word not in ("mean", "sum", "var"):
         return None
     if below.word == "var":
