@@ -175,13 +175,15 @@ _POWERS = {2: "square", -0.5: "rsqrt", 0.5: "sqrt"}
 
 @spelt(
     operator.pow, torch.pow, ".pow", ".pow_", operator.ipow,
-    aten.pow.Tensor_Scalar, aten.pow_.Scalar,
+    aten.pow.Tensor_Scalar, aten.pow_.Scalar, aten.pow.Tensor_Tensor,
 )  # fmt: skip
 def _pow(view: ViewLike, node: fx.Node) -> Term:
     x, exponent = arguments(node, "input|self", "exponent")
     word = _POWERS.get(exponent) if is_number(exponent) else None
-    if not is_number(exponent) or not isinstance(x, fx.Node) or not _safe(view, node, x, exponent):
+    if not isinstance(x, fx.Node) or not _safe(view, node, x, exponent):
         return opaque(node)
+    if not is_number(exponent):
+        return Term("power", (x, exponent), (node,))
     if word == "square":
         return square_of(view, node, x)
     below = view.see(x)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import fx
 
@@ -20,7 +22,7 @@ from fxfuse.match import (
     width_of,
 )
 from fxfuse.patterns.centred import CENTRED, is_centred
-from fxfuse.patterns.norms import Norm, rms_norm_of, weight_problem
+from fxfuse.patterns.norms import HALVES, Norm, name_of, rms_norm_of, weight_problem
 
 _DEVIATION = "it divides by a standard deviation, not by the root of a mean of squares"
 _VECTOR_NORM = "it divides by a vector norm, not by the root of a mean of squares"
@@ -29,6 +31,7 @@ _CLAMPED = "its root is clamped, where an eps is added to the mean of squares in
 _UNUSED = "the root of the mean of squares does not scale the tensor that it is made of"
 _DETACHED = "its statistic is detached: no gradient flows through it, as one does in RMSNorm"
 _TENSOR_EPS = "its eps is a tensor, and the op takes a number"
+_TENSOR_EXPONENT = "its exponent is a tensor, which may hold another number than 2"
 _OTHER = "what it scales is not the tensor whose squares are averaged"
 _CLAMPS = ("clamp", "clamp_min", "maximum", "max")
 
@@ -101,6 +104,8 @@ def _under_root(view: View, root: Term) -> Term | None:
             below.word, inner.args, below.nodes, "its squares are rounded before their mean"
         )
         inner = view.see(inner.args[0])
+    if inner is not None and inner.word == "power" and isinstance(inner.args[1], fx.Node):
+        return Term(below.word, below.args, below.nodes, below.flaw or _TENSOR_EXPONENT)
     return below if inner is not None and inner.word == "square" else None
 
 
@@ -135,10 +140,12 @@ def _kind(node: fx.Node) -> str:
 
 
 def _product_problem(view: View, node: fx.Node, below: Term) -> str:
-    source = behind_casts(view, view.see(below.args[0]).args[0])
+    strip = functools.partial(behind_casts, view)
+    source = strip(view.see(below.args[0]).args[0])
     readers = list(node.users)
     for reader in readers:
-        readers += reader.users if view.term(reader).word in ("cast", "expand", "same") else ()
+        passes = view.term(reader).word in ("cast", "expand", "same") or power_of(view, reader)
+        readers += reader.users if passes else ()
     terms = [view.term(reader) for reader in readers]
     if any(_adds_number(view, term) for term in terms):
         return _EPS_OUTSIDE
@@ -146,17 +153,20 @@ def _product_problem(view: View, node: fx.Node, below: Term) -> str:
         return _CLAMPED
     if any(view.memory.writes_of(reader) for reader in readers):
         return "it scales a tensor in place that is used elsewhere"
-    products = [t for t in terms if t.word == "mul"]
+    products = [t for t in terms if t.word in ("mul", "div")]
     if not products:
         return _UNUSED
-    scaled = [behind_casts(view, a) for t in products for a in t.args]
+    scaled = [strip(a) for t in products for a in t.args]
     if is_centred(view, source) and any(is_centred(view, s) for s in scaled):
         return CENTRED
     if all(source is not s for s in scaled):
         below = view.see(source)
         detached = below is not None and below.word == "detach"
-        source = behind_casts(view, below.args[0]) if detached else None
+        source = strip(below.args[0]) if detached else None
         return _DETACHED if any(source is s for s in scaled if detached) else _OTHER
+    rounded = {view.facts.dtype(r) for r, t in zip(readers, terms) if t.word == "cast"} & {*HALVES}
+    if rounded and all(t.word == "div" for t in products if source in map(strip, t.args)):
+        return f"its root is rounded to {name_of(rounded.pop())} before it divides"
     return "its parts do not combine to a form of RMSNorm that fxfuse knows"
 
 

@@ -269,6 +269,37 @@ class EDM2Normalize(nn.Module):
         return x / norm.to(x.dtype) * self.w
 
 
+class RoundedRoot(nn.Module):
+    """EDM2's normalize() without its eps: an RMSNorm whose root is rounded before it divides."""
+
+    x_dtype = bf16
+
+    def __init__(self):
+        super().__init__()
+        self.w = weight(bf16)
+
+    def forward(self, x):
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        norm = norm * math.sqrt(norm.numel() / x.numel())
+        return x / norm.to(x.dtype) * self.w
+
+
+class OnnxPort(nn.Module):
+    """onnx2torch: the constants are buffers, and so may change."""
+
+    x_dtype = fp32
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("two", torch.tensor(2.0))
+        self.register_buffer("eps", torch.tensor(1e-5))
+        self.weight = weight()
+
+    def forward(self, x):
+        mean = torch.mean(torch.pow(x, self.two), dim=[-1], keepdim=True)
+        return self.weight * torch.mul(x, 1.0 / torch.sqrt(torch.add(mean, self.eps)))
+
+
 class PartialRMSNorm(nn.Module):
     """pRMSNorm: the statistic of the first quarter of the columns."""
 
@@ -407,6 +438,8 @@ REASONS = {
     HomeworkAutograd: "the value rstd inside it is also used by output_1: returned, or saved",
     KerasRmsScaling: "it divides by a standard deviation",
     EDM2Normalize: "it divides by a vector norm",
+    RoundedRoot: "its root is rounded to bfloat16 before it divides",
+    OnnxPort: "its eps is a tensor",
     PartialRMSNorm: "what it scales is not the tensor whose squares are averaged",
     PixelNormAxis: "the mean is over dim 1, not the last",
     WrongDivisor: "the sum of squares is divided by 7, not by the width 48",
