@@ -41,8 +41,9 @@ def word_of(function, args=None):
                       lambda x, y: torch.rms_norm(x, (4,), y, 1e-6)]),
         ("same", [lambda x, y: x * 1, lambda x, y: 1 * x]),
         ("power", [lambda x, y: x**3, lambda x, y: x.pow(1.0)]),
+        ("power", [lambda x, y: x**y, lambda x: x**3, lambda x, y: torch.pow(x, y)]),
         ("opaque", [lambda x, y: torch.rsub(x, y),
-                    lambda x, y: x.to("cpu"), lambda x, y: x**y, lambda x, y: x // y,
+                    lambda x, y: x.to("cpu"), lambda x, y: x // y,
                     lambda x, y: torch.div(x, y, rounding_mode="floor")]),
     ],
 )  # fmt: skip
