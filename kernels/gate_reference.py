@@ -209,13 +209,15 @@ def silu(
 
 
 def silu_and_slope(gate: Tensor, dtype: torch.dtype, often: bool = True) -> tuple[Tensor, Tensor]:
-    """silu(gate) and its derivative, in `dtype`; often: as of `silu`."""
-    wide = gate.to(dtype)
+    """silu(gate), as `silu` computes it, and its derivative, in `dtype`; often: as of `silu`."""
+    wide = gate.to(_wide(gate))
     if often or not _takes_powers_of_two(gate):
         share = torch.sigmoid(wide)
     else:
         share = 1 / _one_plus_exp_of_minus(wide)
-    return wide * share, share * (1 + wide * (1 - share))
+    # In fp64 a last bit of fp32 shows: there it has to be the very value of the forward.
+    value = wide * share if dtype == wide.dtype else torch.nn.functional.silu(wide)
+    return value.to(dtype), (share * (1 + wide * (1 - share))).to(dtype)
 
 
 def _takes_powers_of_two(gate: Tensor) -> bool:

@@ -51,13 +51,23 @@ def define_inner(
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=_TAGS)
-    _LIBRARY.impl(name, cuda, "CUDA")
-    _LIBRARY.impl(name, cpu, "CPU")
-    _LIBRARY.impl(name, plain, "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, _all_fresh(cuda), "CUDA")
+    _LIBRARY.impl(name, _all_fresh(cpu), "CPU")
+    _LIBRARY.impl(name, _all_fresh(plain), "CompositeExplicitAutograd")
     # torch.autograd.grad(is_grads_batched=True) runs under the older vmap, of key Batched.
     _LIBRARY.impl(name, batched, "Batched")
     _LIBRARY.impl(name, batched, "FuncTorchBatched")
     torch.library.register_fake(f"fxfuse::{name}", fake, lib=_LIBRARY)
+
+
+def _all_fresh(run: Callable) -> Callable:
+    """`run` with results that are no views to autograd: in a graph they may be what it returns."""
+
+    def fresh_results(*operands: object, **attributes: object) -> Tensor | tuple[Tensor, ...]:
+        found = run(*operands, **attributes)
+        return fresh(found) if isinstance(found, Tensor) else tuple(map(fresh, found))
+
+    return fresh_results
 
 
 def check_sides(op: str, forward: str, backward: str) -> tuple[str, str]:

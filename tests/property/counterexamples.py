@@ -70,3 +70,21 @@ def a_product_behind_a_cast_to_its_dtype(g: "7x6 float32", r: "6x7 float32") -> 
     v1 = F.silu(r) * v0
     v2 = v1.to(v0)
     return v2
+
+
+def a_result_of_a_view_inside_the_op(  # 90251
+    x: "4x3x8 float32 grad", g: "4x3x8 float32", w: "8 float32"
+) -> "train":
+    v0 = x * 1.5
+    v1 = v0 * (g.sigmoid() * g)
+    v2 = F.rms_norm(v1, (8,), weight=w, eps=1e-06)
+    return v2
+
+
+def a_wider_product_whose_gradient_cancels(
+    w: "1 float32 grad", r: "12x16 float32"
+) -> "train":  # 91306
+    v0 = w.double() * r
+    v1 = v0 * F.silu(r)
+    v2 = torch.mul(v1, (v1 * v1).sum(1, keepdim=True).rsqrt())
+    return v2
