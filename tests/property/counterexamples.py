@@ -72,13 +72,25 @@ def a_product_behind_a_cast_to_its_dtype(g: "7x6 float32", r: "6x7 float32") -> 
     return v2
 
 
-def a_result_of_a_view_inside_the_op(  # 90251
-    x: "4x3x8 float32 grad", g: "4x3x8 float32", w: "8 float32"
+def a_result_of_a_view_inside_the_op(  # seed 90251
+    x: "4x3x8 float32", buffer: "4x3x8 float32", w: "8 float32 grad", w1: "8 float32"
 ) -> "train":
-    v0 = x * 1.5
-    v1 = v0 * (g.sigmoid() * g)
-    v2 = F.rms_norm(v1, (8,), weight=w, eps=1e-06)
-    return v2
+    v0 = x - x.mean(-1, keepdim=True)
+    v1 = v0.pow(2.0)
+    v2 = v1.mean(-1, keepdim=True)
+    v3 = torch.rsqrt(torch.add(v2, 1e-12))
+    buffer.mul_(0.5)
+    v6 = v0 * v3
+    v8 = torch.mul(v6, w)
+    v9 = v8 + buffer
+    v10 = F.rms_norm(v9, (8,), weight=w, eps=1e-06)
+    v11 = F.silu(v6)
+    v12 = v10 * v11
+    v14 = x.sigmoid() * x
+    v15 = torch.mul(v12, v14)
+    v16 = w1 * 1.5
+    v17 = F.rms_norm(v15, (8,), weight=v16, eps=1e-06)
+    return v17
 
 
 def a_wider_product_whose_gradient_cancels(
