@@ -65,9 +65,14 @@ def _all_fresh(run: Callable) -> Callable:
 
     def fresh_results(*operands: object, **attributes: object) -> Tensor | tuple[Tensor, ...]:
         found = run(*operands, **attributes)
-        return fresh(found) if isinstance(found, Tensor) else tuple(map(fresh, found))
+        return _owned(found) if isinstance(found, Tensor) else tuple(map(_owned, found))
 
     return fresh_results
+
+
+def _owned(t: Tensor) -> Tensor:
+    """As `fresh`, with the strides of dimensions of one value as they are; not to be traced."""
+    return t.new_empty(0).set_(t.detach()) if t._is_view() else t
 
 
 def check_sides(op: str, forward: str, backward: str) -> tuple[str, str]:
