@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import fx
@@ -17,9 +17,15 @@ _CASTS = {
 
 @dataclass
 class Facts:
-    """Facts about the nodes of one graph module. `None` always means "not known"."""
+    """Facts about the nodes of one graph module. `None` always means "not known".
+
+    dim: what norms are looked for over: the last dimension (-1), or another one counted from the
+    front. others: over which else the graph has been seen to reduce.
+    """
 
     graph_module: fx.GraphModule
+    dim: int = -1
+    others: set[int] = field(default_factory=set)
 
     def value(self, operand: object) -> torch.Tensor | None:
         """The tensor, usually a fake one, that stands for an operand."""

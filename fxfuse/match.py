@@ -523,6 +523,7 @@ class Fusion:
     because the op returns them. size: of two patterns that fit one node the larger is tried first.
     near_miss: for a node that no pattern took, the reason if it looks like this pattern, or None.
     backward: it is about backward ops; such patterns are tried last, again and again.
+    any_dim: its norms may be over another dimension than the last; `b.facts.dim` says which.
     """
 
     name: str
@@ -532,6 +533,7 @@ class Fusion:
     size: int = 0
     near_miss: NearMiss | None = None
     backward: bool = False
+    any_dim: bool = False
 
     @functools.cached_property
     def needs(self) -> set[frozenset[str]]:

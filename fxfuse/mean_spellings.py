@@ -28,6 +28,8 @@ def _reduction(word: str, *spellings: object) -> None:
         flaw = _not_last(view, x, dim, word)
         if flaw is None and dtype is not None and view.facts.dtype(x) != dtype:
             flaw = f"the {word} casts to {str(dtype).removeprefix('torch.')} while it sums"
+        elif flaw is not None and view.facts.dim != -1:
+            return opaque(node)
         if flaw is None and not keepdim:
             flaw = _DROPPED
         return Term(word, (x,), (node,), flaw)
@@ -46,12 +48,22 @@ def _not_last(view: ViewLike, x: object, dim: object, word: str) -> str | None:
         return f"the {word} is over all dimensions, not the last"
     if len(dims) > 1:
         return f"the {word} is over {len(dims)} dimensions, not the last alone"
-    if dims[0] == -1:
+    return _not_along(view, view.facts.shape(x), dims[0], word)
+
+
+def _not_along(view: ViewLike, shape: tuple | None, dim: int, word: str) -> str | None:
+    """Why a reduction over one dimension is not over that of the view, or None."""
+    if dim == -1 == view.facts.dim:
         return None
-    shape = view.facts.shape(x)
     if shape is None:
-        return f"the {word} is over dim {dims[0]}, and without shapes that may not be the last"
-    return None if dims[0] == len(shape) - 1 else f"the {word} is over dim {dims[0]}, not the last"
+        return f"the {word} is over dim {dim}, and without shapes that may not be the last"
+    at = dim % max(len(shape), 1)
+    is_last = at == len(shape) - 1
+    if is_last if view.facts.dim == -1 else at == view.facts.dim and not is_last:
+        return None
+    if not is_last:
+        view.facts.others.add(at)
+    return f"the {word} is over dim {dim}, not the last"
 
 
 def mean_of_sum(view: ViewLike, node: fx.Node, total: object, divisor: object) -> Term | None:
@@ -83,7 +95,9 @@ _OTHER_WIDTH = "the sum of squares is divided by what is not known to be the (sy
 def _pool(view: ViewLike, node: fx.Node) -> Term:
     """A pool of one value has the mean of all that it pools."""
     x, size = arguments(node, "input|self", "output_size")
-    return Term("mean", (x,), (node,)) if size in (1, (1,), [1]) else opaque(node)
+    if size not in (1, (1,), [1]) or _not_last(view, x, -1, "mean"):
+        return opaque(node)
+    return Term("mean", (x,), (node,))
 
 
 @spelt(torch.linalg.vector_norm, torch.norm, torch.linalg.norm, ".norm",
@@ -108,7 +122,7 @@ def _sum_of_squares(node: fx.Node, x: object, keeps: bool) -> Term:
 @spelt(torch.linalg.vecdot, aten.linalg_vecdot.default)
 def _vecdot(view: ViewLike, node: fx.Node) -> Term:
     x, y, dim = arguments(node, "x", "y", "dim")
-    if x is not y or dim not in (None, -1):
+    if x is not y or _not_last(view, x, -1 if dim is None else dim, "sum"):
         return opaque(node)
     return _sum_of_squares(node, x, keeps=False)
 
@@ -119,7 +133,7 @@ def _einsum(view: ViewLike, node: fx.Node) -> Term:
     equation, *operands = node.args
     if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
         operands = operands[0]
-    if not isinstance(equation, str):
+    if not isinstance(equation, str) or view.facts.dim != -1:
         return opaque(node)
     given, _, result = equation.replace(" ", "").partition("->")
     subscripts = given.split(",")
@@ -218,9 +232,15 @@ _deviation("var", torch.var, ".var", aten.var.correction, aten.var.dim)
 def _unsqueeze(view: ViewLike, node: fx.Node) -> Term:
     x, dim = arguments(node, "input|self", "dim")
     shape = view.facts.shape(x)
-    is_last = dim == -1 or (shape is not None and dim == len(shape))
-    back = kept(view, node, x) if is_last else None
+    back = kept(view, node, x) if _is_put_back(view, shape, dim) else None
     return back or reshape(view, node, x)
+
+
+def _is_put_back(view: ViewLike, shape: tuple | None, dim: int) -> bool:
+    """Whether a new dimension stands where the view's norms have theirs."""
+    if view.facts.dim == dim == -1:
+        return True
+    return shape is not None and dim % (len(shape) + 1) == view.facts.dim % (len(shape) + 1)
 
 
 def kept(view: ViewLike, node: fx.Node, x: object) -> Term | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from fxfuse.costs import GPUS
+from fxfuse.facts import known_less
 from fxfuse.match import Call, Fusion
 from fxfuse.neighbours import Neighbours
 from fxfuse.policy import Place
@@ -26,7 +27,8 @@ def place(
     values = [facts.value(n) for n in (*site.outputs, *site.inputs, *site.parameters)]
     known = [value for value in values if value is not None]
     trains = not fusion.backward and _trains(known)
-    rows, columns = _size(values[0], call.kwargs.get("group", 0))
+    dim = call.kwargs.get("dim", -1)
+    rows, columns = _size(values[0], dim, call.kwargs.get("group", 0))
     joins = fusion.backward and call.like is not None
     on_cpu = not known or known[0].device.type == "cpu"
     target = target or ("cpu" if on_cpu else present(known[0].device))
@@ -41,6 +43,7 @@ def place(
         columns=columns,
         fp16=any(value.dtype == torch.float16 for value in known),
         trains=trains,
+        strided=any(_is_strided(value, dim) for value in values[:1]),
         flow=flow,
         added_apart=neighbours.added_apart(call) if joins else None,
     )
@@ -51,11 +54,17 @@ def _trains(known: list[torch.Tensor]) -> bool:
     return torch.is_grad_enabled() and (not known or any(v.requires_grad for v in known))
 
 
-def _size(value: torch.Tensor | None, group: int) -> tuple[int | None, int | None]:
+def _is_strided(value: torch.Tensor | None, dim: int) -> bool:
+    """Whether the values of a row are known to lie apart in memory."""
+    return value is not None and value.dim() > 0 and known_less(1, value.stride(dim))
+
+
+def _size(value: torch.Tensor | None, dim: int, group: int) -> tuple[int | None, int | None]:
     """Rows and columns, each None if not known. group: columns that are a row of their own."""
     if value is None:
         return None, None
-    *sizes, columns = (*value.shape,) or (None,)
+    sizes = list(value.shape) or [None]
+    columns = sizes.pop(dim)
     rows: int | None = 1
     for size in sizes:
         rows = rows * size if isinstance(size, int) and rows is not None else None

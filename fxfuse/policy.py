@@ -24,9 +24,9 @@ class Place:
     """Where a site of a pattern will run.
 
     target: one of `TARGETS`. rows, columns, flow: None where they are not known. fp16: whether an
-    operand or result is. trains: whether gradients are asked for. added_apart: of a
-    backward op that is there and is to take more gradients, how many of these Inductor would add up
-    in one kernel; None for all else.
+    operand or result is. trains: whether gradients are asked for. strided: whether the values of a
+    row lie apart in memory. added_apart: of a backward op that is there and is to take more
+    gradients, how many of these Inductor would add up in one kernel; None for all else.
     """
 
     pattern: str
@@ -36,6 +36,7 @@ class Place:
     columns: int | None = None
     fp16: bool = False
     trains: bool = True
+    strided: bool = False
     flow: Flow | None = None
     added_apart: int | None = None
 
@@ -58,6 +59,7 @@ class Rule:
 NO_COMPILER = Choice("kernel", "kernel", "no compiler follows that would fuse it")
 JOINED = Choice("kernel", "kernel", "it goes into a kernel that runs anyway")
 ADDED = Choice("inline", "inline", "Inductor adds these gradients up where it computes them")
+STRIDED = Choice("inline", "inline", "its rows lie apart in memory, and a kernel would copy them")
 UNKNOWN = Choice("inline", "inline", "its shapes are not known, so nothing is put in the way")
 
 # ---- CPU ----------------------------------------------------------------------------------------
@@ -79,6 +81,8 @@ CPU_RULES = (
 def _by_cost(place: Place) -> Choice:
     if place.flow is None:
         return UNKNOWN
+    if place.strided:
+        return STRIDED
     gpu = GPUS[place.target]
     backward = costs.backward(place.flow, place.rows, place.columns, gpu)
     if place.flow.in_backward:

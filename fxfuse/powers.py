@@ -176,12 +176,12 @@ def _constant_step(view: ViewLike, operand: object) -> _Step | None:
 
 
 def width_of(facts: Facts, total: Term) -> object:
-    """How many values a sum or mean has in a row, None if that is not known."""
+    """How many values a sum or mean is of, None if that is not known."""
     inner = total.args[0]
     while isinstance(inner, Term):
         inner = inner.args[0]
     shape = facts.shape(inner)
-    return shape[-1] if shape else None
+    return shape[facts.dim] if shape else None
 
 
 # ---- what patterns are to see -------------------------------------------------------------------

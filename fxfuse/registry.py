@@ -27,6 +27,7 @@ def pattern(
     size: int = 0,
     near_miss: NearMiss | None = None,
     backward: bool = False,
+    any_dim: bool = False,
 ) -> Callable[[Builder], Fusion]:
     """Register a pattern; decorates its `build(b)`.
 
@@ -35,6 +36,7 @@ def pattern(
     size: of two patterns that fit at one node, the one with the larger size is tried first.
     near_miss: `(view, node)` to the reason why a node that looks like it was not matched, or None.
     backward: it is about backward ops; such patterns are tried after all others.
+    any_dim: norms in it may be over another dimension than the last: it looks at `b.facts.dim`.
     build: returns `b.call(op, ...)`, `b.decline(reason)`, or None for "not in this way".
 
     Raises BadPattern if the expression has no outermost word, or the name is taken.
@@ -47,7 +49,7 @@ def pattern(
         known = _KNOWN.get(name)
         if known is not None and known.build.__module__ != build.__module__:
             raise BadPattern(pattern=name, problem=f"{known.build.__module__} has one of this name")
-        fusion = Fusion(name, expression, build, keep, size, near_miss, backward)
+        fusion = Fusion(name, expression, build, keep, size, near_miss, backward, any_dim)
         _KNOWN[name] = fusion
         return fusion
 

@@ -55,12 +55,26 @@ def rewrite(
         job = _Rewrite(module, forward, policy, target, compiled, {f.name for f in backward})
         job.run()
         report.matches += job.matches
-        report.misses += job.misses
+        report.misses += _over_other_dims(report, job)
         if job.has_words_of(backward):
             _rewrite_backward(report, _Rewrite(module, backward, policy, target, compiled))
     report.modified = bool(report.matches)
     report.seconds = time.perf_counter() - begin
     return report
+
+
+def _over_other_dims(report: Report, job: _Rewrite) -> list[Miss]:
+    """Norms over other dimensions than the last; returns what is then still left alone, by node."""
+    misses = {miss.node: miss for miss in job.misses}
+    fusions = tuple(f for f in job.fusions if f.any_dim)
+    for dim in sorted(job.view.facts.others) if fusions else ():
+        along = replace(job.again(), fusions=fusions, dim=dim)
+        along.run()
+        report.matches += along.matches
+        for node in (n for match in along.matches for n in match.nodes):
+            misses.pop(node, None)
+        misses.update((miss.node, miss) for miss in along.misses)
+    return list(misses.values())
 
 
 def _rewrite_backward(report: Report, job: _Rewrite) -> None:
@@ -100,6 +114,7 @@ class _Rewrite:
     target: str | None
     compiled: bool
     forks: set[str] = field(default_factory=set)
+    dim: int = -1
     matches: list[Match] = field(default_factory=list)
     misses: list[Miss] = field(default_factory=list)
     _plans: list[_Plan] = field(default_factory=list)
@@ -107,7 +122,7 @@ class _Rewrite:
     _needed: set[fx.Node] = field(default_factory=set)
 
     def run(self) -> None:
-        self.view = View(self.graph_module)
+        self.view = View(self.graph_module, self.dim)
         self._nodes = list(self.graph_module.graph.nodes)
         self.guards = Guards(self.view)
         self.neighbours = Neighbours(self.view)

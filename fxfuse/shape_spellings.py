@@ -60,6 +60,7 @@ def _is_one_row(view: ViewLike, node: fx.Node, x: object) -> bool:
     return (
         one is not None
         and row is not None
+        and view.facts.dim == -1
         and len(one) == 1 < len(row)
         and row[:-1] == ((1,) * (len(row) - 1))
     )

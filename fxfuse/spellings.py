@@ -259,11 +259,11 @@ def _expand(view: ViewLike, node: fx.Node) -> Term:
     one, whole = view.facts.shape(x), view.facts.shape(node)
     if not one or not whole:
         return opaque(node)
-    if len(one) == 1 and known_equal(one[0], whole[-1]):
+    dim = view.facts.dim
+    if dim == -1 and len(one) == 1 and known_equal(one[0], whole[-1]):
         return Term("spread", (x,), (node,))
-    if same_shape(one, (*whole[:-1], 1)):
-        return Term("expand", (x,), (node,))
-    return opaque(node)
+    column = [1 if at == dim % len(whole) else size for at, size in enumerate(whole)]
+    return Term("expand", (x,), (node,)) if same_shape(one, tuple(column)) else opaque(node)
 
 
 # ---- whole norms ------------------------------------------------------------------------------
@@ -290,16 +290,21 @@ def _getitem(view: ViewLike, node: fx.Node) -> Term:
 
 
 def _puts_back(view: ViewLike, source: fx.Node, index: object) -> bool:
-    """Whether an index adds a last dimension, as [..., None] and [:, :, None] do."""
-    if not isinstance(index, tuple) or not index or index[-1] is not None:
+    """Whether an index adds the dimension of norms, as [..., None] and [:, :, None] do."""
+    dim, shape = view.facts.dim, view.facts.shape(source)
+    if index == (..., None):
+        return dim == -1
+    if shape is None or not isinstance(index, tuple):
         return False
-    shape = view.facts.shape(source)
-    all_of_it = shape is not None and index[:-1] == (slice(None, None, None),) * len(shape)
-    return index[:-1] == (...,) or all_of_it
+    all_of_it = [slice(None, None, None)] * len(shape)
+    all_of_it.insert(dim % (len(shape) + 1), None)
+    return [*index, *all_of_it[len(index) :]] == all_of_it and None in index
 
 
 def _whole(view: ViewLike, call: fx.Node, nodes: tuple[fx.Node, ...]) -> Term:
     x, shape, weight, eps = arguments(call, "input|self", "normalized_shape", "weight", "eps")
+    if view.facts.dim != -1:
+        return opaque(nodes[0])
     return Term("rms_norm", (x, weight, eps), nodes, _not_a_row(shape, view.facts.shape(x)))
 
 
@@ -318,7 +323,7 @@ def read_leaf(view: ViewLike, node: fx.Node) -> Term:
     """A leaf module of a symbolic trace."""
     module = view.graph_module.get_submodule(node.target)
     (x,) = arguments(node, "x|input")
-    if len(node.args) + len(node.kwargs) != 1 or x is None:
+    if len(node.args) + len(node.kwargs) != 1 or x is None or view.facts.dim != -1:
         return opaque(node)
     if type(module) is torch.nn.RMSNorm:
         flaw = _not_a_row(module.normalized_shape, view.facts.shape(x))

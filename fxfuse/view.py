@@ -21,16 +21,20 @@ from fxfuse.term import READERS, Term, opaque
 
 @dataclass
 class View:
-    """The terms of one graph, read on demand and remembered."""
+    """The terms of one graph, read on demand and remembered.
+
+    dim: the dimension that means, sums and norms are read over, see `Facts`; all else is opaque.
+    """
 
     graph_module: fx.GraphModule
+    dim: int = -1
     facts: Facts = field(init=False)
     memory: Memory = field(init=False)
     _terms: dict[fx.Node, Term] = field(default_factory=dict)
     _words: dict[fx.Node, frozenset[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.facts = Facts(self.graph_module)
+        self.facts = Facts(self.graph_module, self.dim)
         self.memory = Memory(self.graph_module, self.facts)
 
     def term(self, node: fx.Node) -> Term:

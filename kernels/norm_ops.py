@@ -66,14 +66,21 @@ def rms_norm(
     *,
     forward: str = "kernel",
     backward: str = "kernel",
+    dim: int = -1,
     **rounding,
 ) -> Tensor:
     """RMSNorm of the last dim of x [..., N] with weight [N] or None; returns y [..., N].
 
+    dim: another dimension to normalise, of N values; the weight is then all along it, with sizes of
+    1 behind, and perhaps before: [N, 1] for dim 1 of x [B, N, L].
     Gradients come in the dtypes of x and weight. Raises ValueError for an unknown attribute value.
     Source: https://arxiv.org/abs/1910.07467
     """
     sides = check_sides("rms_norm", forward, backward)
+    if dim != -1:
+        rows, vector = x.movedim(dim, -1), None if weight is None else weight.view(-1)
+        y = rms_norm(rows, vector, forward=forward, backward=backward, **rounding)
+        return fresh(y.movedim(-1, dim))
     attributes = Rounding(**rounding)
     if must_be_plain(x, weight) or not one_value_per_column(weight, x.shape):
         return _plain_norm(x, weight, attributes)[0]
@@ -379,7 +386,9 @@ def _define_forward(schema: str) -> None:
     define_inner(schema, cuda=cuda, cpu=cpu, plain=plain, batched=batched, fake=fake)
 
 
-define_outer(f"rms_norm(Tensor x, Tensor? weight, *, {_ROUNDING}, {SIDES}) -> Tensor", rms_norm)
+define_outer(
+    f"rms_norm(Tensor x, Tensor? weight, *, {_ROUNDING}, {SIDES}, int dim=-1) -> Tensor", rms_norm
+)
 define_outer(
     f"rms_norm_fork(Tensor(a) x, Tensor? weight, *, {_ROUNDING}, {SIDES}) -> (Tensor, Tensor(a))",
     rms_norm_fork,

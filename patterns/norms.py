@@ -146,9 +146,10 @@ def numerics(norm: Norm, rounds_rstd: bool = False) -> dict | Decline | None:
 def _place_problem(norm: Norm) -> str | None:
     """Why the result of the op would lie in memory in another way, or None."""
     x, y = (norm.b.facts.value(norm.node(name)) for name in ("h", "normed"))
-    if x.dim() != y.dim() or not (is_permuted(x) and is_permuted(y)):
+    permuted = is_permuted(x), is_permuted(y)
+    if x.dim() != y.dim() or order_in_memory(x) == order_in_memory(y):
         return None
-    if order_in_memory(x) == order_in_memory(y):
+    if not (any(permuted) if norm.b.facts.dim != -1 else all(permuted)):
         return None
     return "its result lies in memory neither as its input does nor in order"
 
@@ -159,6 +160,8 @@ def _is_laid_anew(norm: Norm) -> bool:
     A product lies as its first operand does, and the root is always in order.
     """
     x, y = (norm.b.facts.value(norm.node(name)) for name in ("h", "normed"))
+    if norm.b.facts.dim != -1:
+        return False
     if x is not None and y is not None:
         return is_permuted(x) and not is_permuted(y)
     first = norm.b.view.see(norm.b.view.term(norm.node("unit")).args[0])
@@ -179,11 +182,25 @@ def weight_problem(norm: Norm) -> str | None:
         return (
             f"the weight is spread to {tuple(norm.shape('spread'))}, which may broadcast its rows"
         )
+    if norm.b.facts.dim != -1:
+        return _along_problem(norm, shape)
     width = norm.shape("h")
     columns = norm.columns if norm.columns is not None else width[-1] if width else None
     if len(shape) != 1 or (columns is not None and not known_equal(shape[0], columns)):
         return f"the weight of shape {tuple(shape)} is not one value per column"
     return None
+
+
+def _along_problem(norm: Norm, weight: tuple) -> str | None:
+    """The same for a norm over another dimension than the last."""
+    rows, dim = norm.shape("h"), norm.b.facts.dim
+    along = [1] * len(rows)
+    along[dim] = rows[dim]
+    behind = len(rows) - dim
+    if behind <= len(weight) <= len(rows) and same_shape(weight, tuple(along[-len(weight) :])):
+        return None
+    shown = tuple(weight)
+    return f"it is over dim {dim}, not the last, and its weight of shape {shown} is not along that"
 
 
 def _fits(weight: tuple | None, rows: tuple | None) -> bool:

@@ -240,7 +240,10 @@ def test_factors_that_are_not_one_value_per_column_stay_outside(shape):
 @pytest.mark.parametrize(
     ("statistic", "reason"),
     [
-        (lambda x: x.pow(2).mean(0, keepdim=True), "over dim 0, not the last"),
+        (
+            lambda x: x.pow(2).mean(0, keepdim=True),
+            "it is over dim 0, not the last, and has no weight",
+        ),
         (lambda x: x.pow(2).mean((0, 1), keepdim=True), "over 2 dimensions"),
         (lambda x: x.pow(2).mean(), "over all dimensions"),
         (lambda x: x.pow(2).sum(-1, keepdim=True), "a sum of squares, not of their mean"),

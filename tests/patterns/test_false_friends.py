@@ -201,7 +201,7 @@ NORM_LIKE = {
     unit_length: LENGTH, unit_length_of_products: LENGTH, unit_length_by_division: LENGTH,
     by_vector_norm: VECTOR_NORM, clipped_length: VECTOR_NORM, normalize: VECTOR_NORM,
     eps_outside: EPS_OUTSIDE, eps_outside_of_the_reciprocal: EPS_OUTSIDE,
-    over_rows: "the mean is over dim 1, not the last",
+    over_rows: "it is over dim 1, not the last, and",
     over_all: "the mean is over all dimensions, not the last",
     over_rows_and_columns: "the mean is over 2 dimensions, not the last alone",
     root_alone: UNUSED, root_of_another: OTHER,

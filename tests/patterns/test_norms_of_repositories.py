@@ -441,7 +441,7 @@ REASONS = {
     RoundedRoot: "its root is rounded to bfloat16 before it divides",
     OnnxPort: "its eps is a tensor",
     PartialRMSNorm: "what it scales is not the tensor whose squares are averaged",
-    PixelNormAxis: "the mean is over dim 1, not the last",
+    PixelNormAxis: "it is over dim 1, not the last, and its weight of shape (48,) is not along",
     WrongDivisor: "the sum of squares is divided by 7, not by the width 48",
     LucidrainsClamped: "F.normalize clamps that norm instead of adding an eps",
     FrozenStatistic: "its statistic is detached",

@@ -394,6 +394,7 @@ class OverHeadsAndColumns(Base):
 
 NORMS = [
     (RoundedScale, "rms_norm", EPS),
+    (ChannelsFirst, "rms_norm", EPS),
     (FlaxStatistics, "rms_norm", EPS),
     (Hypotenuse, "rms_norm", EPS),
     (Moments, "rms_norm", EPS),
@@ -438,7 +439,6 @@ NEAR = [
     (WrittenStatistics, "not the tensor whose squares are averaged"),
     (CentredOverMoments, "not the tensor whose squares are averaged"),
     (LargestFirst, "its eps is a tensor"),
-    (ChannelsFirst, "the mean is over dim 1, not the last"),
     (PreviousToken, "not the tensor whose squares are averaged"),
     (OverHeadsAndColumns, "the sum is over 2 dimensions, not the last alone"),
     (UnbiasedVarianceAndMean, "divides by a standard deviation"),
@@ -451,7 +451,7 @@ NEAR = [
     (Normalize, "divides by a vector norm"),
     (Variance, "divides by a standard deviation"),
     (Partial, "not the tensor whose squares are averaged"),
-    (OverTokens, "the mean is over dim 1, not the last"),
+    (OverTokens, "it is over dim 1, not the last, and its weight of shape (32,) is not along"),
     (ForgottenKeepdim, "drops the dimension that it reduces"),
     (Stale, "is written by add_"),
     (Detached, "its statistic is detached"),
