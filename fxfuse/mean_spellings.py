@@ -30,7 +30,7 @@ def _reduction(word: str, *spellings: object) -> None:
             flaw = f"the {word} casts to {str(dtype).removeprefix('torch.')} while it sums"
         elif flaw is not None and view.facts.dim != -1:
             return opaque(node)
-        if flaw is None and not keepdim:
+        if flaw is None and not keepdim and not _is_vector(view, x):
             flaw = _DROPPED
         return Term(word, (x,), (node,), flaw)
 
@@ -40,6 +40,8 @@ _reduction("sum", torch.sum, ".sum", aten.sum.dim_IntList, aten.sum.default)
 
 
 def _not_last(view: ViewLike, x: object, dim: object, word: str) -> str | None:
+    if view.facts.dim == -1 and dim in (None, (), []) and _is_vector(view, x):
+        return None
     dims = dim if isinstance(dim, (tuple, list)) else (dim,)
     dims = [view.facts.number(d) if isinstance(d, fx.Node) else d for d in dims]
     if None in dims and dim is not None:
@@ -49,6 +51,11 @@ def _not_last(view: ViewLike, x: object, dim: object, word: str) -> str | None:
     if len(dims) > 1:
         return f"the {word} is over {len(dims)} dimensions, not the last alone"
     return _not_along(view, view.facts.shape(x), dims[0], word)
+
+
+def _is_vector(view: ViewLike, x: object) -> bool:
+    """Whether a tensor is one row: a single number goes with it as a column of one does."""
+    return len(view.facts.shape(x) or ()) == 1
 
 
 def _not_along(view: ViewLike, shape: tuple | None, dim: int, word: str) -> str | None:

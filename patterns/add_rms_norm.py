@@ -52,7 +52,7 @@ def build(b: Bound) -> Call | Decline | None:
     attributes = numerics(norm, rounds_rstd=True)
     if not isinstance(attributes, dict):
         return attributes
-    ops, operands = torch.ops.fxfuse, (b.x, b.residual, norm.weight)
+    ops, operands = torch.ops.fxfuse, (b.x, b.residual, norm.vector)
     y = _viewed_as_rows(b, attributes)
     rstd = saved_rstd(norm, attributes)
     if y is None or (rstd and y != "y"):

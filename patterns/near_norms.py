@@ -27,7 +27,12 @@ from fxfuse.patterns.norms import HALVES, Norm, name_of, rms_norm_of, weight_pro
 _DEVIATION = "it divides by a standard deviation, not by the root of a mean of squares"
 _VECTOR_NORM = "it divides by a vector norm, not by the root of a mean of squares"
 _EPS_OUTSIDE = "its eps is added outside of the root"
-_CLAMPED = "its root is clamped, where an eps is added to the mean of squares in an RMSNorm"
+_CLAMPED = "its root is clamped, which that of an RMSNorm is not"
+_MEAN_OF_MEANS = "it takes the mean of means, which is over more than the last dimension"
+_DOUBLED = (
+    "a LayerNorm of [x, -x] gives the RMSNorm of x, but fxfuse does not read it so: write "
+    "F.rms_norm(x, ...)"
+)
 _UNUSED = "the root of the mean of squares does not scale the tensor that it is made of"
 _DETACHED = "its statistic is detached: no gradient flows through it, as one does in RMSNorm"
 _TENSOR_EPS = "its eps is a tensor, and the op takes a number"
@@ -43,6 +48,8 @@ def near_miss(view: View, node: fx.Node) -> str | None:
         return term.flaw or "it is not in a form that the op computes"
     if term.word == "unit_length":
         return f"{_VECTOR_NORM} (F.normalize clamps that norm instead of adding an eps)"
+    if _is_doubled(view, node):
+        return _DOUBLED
     if term.word == "std":
         return _DEVIATION if _divides(view, node) else None
     if term.word not in ("rsqrt", "sqrt"):
@@ -99,6 +106,10 @@ def _under_root(view: View, root: Term) -> Term | None:
     if below.word == "var":
         return below
     inner = view.see(below.args[0])
+    if inner is not None and inner.word == "mean":
+        squares = view.see(inner.args[0])
+        is_norm = squares is not None and squares.word == "square"
+        return Term("mean", inner.args, below.nodes, _MEAN_OF_MEANS) if is_norm else None
     if inner is not None and inner.word == "cast" and not below.flaw:
         below = Term(
             below.word, inner.args, below.nodes, "its squares are rounded before their mean"
@@ -107,6 +118,20 @@ def _under_root(view: View, root: Term) -> Term | None:
     if inner is not None and inner.word == "power" and isinstance(inner.args[1], fx.Node):
         return Term(below.word, below.args, below.nodes, below.flaw or _TENSOR_EXPONENT)
     return below if inner is not None and inner.word == "square" else None
+
+
+def _is_doubled(view: View, node: fx.Node) -> bool:
+    """Whether it is a LayerNorm of a tensor beside its negative, whose mean is zero."""
+    source = node.args[0] if _kind(node) in ("layer_norm", "native_layer_norm") else None
+    if not isinstance(source, fx.Node) or _kind(source) not in ("cat", "concat"):
+        return False
+    parts = source.args[0] if source.args else None
+    if not isinstance(parts, (list, tuple)) or len(parts) != 2:
+        return False
+    return any(
+        isinstance(b, fx.Node) and _kind(b) in ("neg", "negative") and a in b.args
+        for a, b in (parts, parts[::-1])
+    )
 
 
 def _divides(view: View, node: fx.Node) -> bool:
@@ -144,8 +169,8 @@ def _product_problem(view: View, node: fx.Node, below: Term) -> str:
     source = strip(view.see(below.args[0]).args[0])
     readers = list(node.users)
     for reader in readers:
-        passes = view.term(reader).word in ("cast", "expand", "same") or power_of(view, reader)
-        readers += reader.users if passes else ()
+        passes = view.term(reader).word in ("cast", "expand", "same", "detach")
+        readers += reader.users if passes or power_of(view, reader) else ()
     terms = [view.term(reader) for reader in readers]
     if any(_adds_number(view, term) for term in terms):
         return _EPS_OUTSIDE
@@ -164,6 +189,8 @@ def _product_problem(view: View, node: fx.Node, below: Term) -> str:
         detached = below is not None and below.word == "detach"
         source = strip(below.args[0]) if detached else None
         return _DETACHED if any(source is s for s in scaled if detached) else _OTHER
+    if any(t.word == "detach" for t in terms):
+        return _DETACHED
     rounded = {view.facts.dtype(r) for r, t in zip(readers, terms) if t.word == "cast"} & {*HALVES}
     if rounded and all(t.word == "div" for t in products if source in map(strip, t.args)):
         return f"its root is rounded to {name_of(rounded.pop())} before it divides"

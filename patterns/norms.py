@@ -10,6 +10,7 @@ import torch
 from fxfuse.match import (
     Bound,
     Decline,
+    Derived,
     Expr,
     Viewed,
     is_permuted,
@@ -112,6 +113,14 @@ class Norm:
     def weight(self) -> object:
         return self.node("weight" if self.has("product") else "inner_weight")
 
+    @property
+    def vector(self) -> object:
+        """The weight as an op takes it, where the graph has it as the only row of a tensor."""
+        value = self.b.facts.value(self.weight)
+        if value is None or value.dim() == 1:
+            return self.weight
+        return Derived(torch.ops.aten.view.default, (self.weight, [-1]), value.view(-1))
+
 
 def numerics(norm: Norm, rounds_rstd: bool = False) -> dict | Decline | None:
     """The attributes of the op: eps, weight_offset and the dtypes between which the graph rounds.
@@ -186,9 +195,17 @@ def weight_problem(norm: Norm) -> str | None:
         return _along_problem(norm, shape)
     width = norm.shape("h")
     columns = norm.columns if norm.columns is not None else width[-1] if width else None
+    if len(shape) > 1 and _is_one_row(shape, width) and norm.columns is None:
+        shape = shape[-1:]
     if len(shape) != 1 or (columns is not None and not known_equal(shape[0], columns)):
         return f"the weight of shape {tuple(shape)} is not one value per column"
     return None
+
+
+def _is_one_row(weight: tuple, rows: tuple | None) -> bool:
+    """Whether a weight is the only row of a tensor, and has no more dimensions than the rows."""
+    ones = all(known_equal(size, 1) for size in weight[:-1])
+    return rows is not None and len(weight) <= len(rows) and ones
 
 
 def _along_problem(norm: Norm, weight: tuple) -> str | None:

@@ -27,6 +27,6 @@ def build(b: Bound) -> Call | Decline | None:
     rstd = saved_rstd(norm, attributes)
     if rstd:
         op = ops.rms_norm_fwd.default
-        return b.call(op, b.h, norm.weight, outputs=("y", rstd), **attributes)
+        return b.call(op, b.h, norm.vector, outputs=("y", rstd), **attributes)
     fork = Fork(ops.rms_norm_fork.default, of="h", pattern="backward_add_rms_norm")
-    return b.call(ops.rms_norm.default, b.h, norm.weight, outputs=y, fork=fork, **attributes)
+    return b.call(ops.rms_norm.default, b.h, norm.vector, outputs=y, fork=fork, **attributes)

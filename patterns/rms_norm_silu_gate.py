@@ -34,7 +34,7 @@ def build(b: Bound) -> Call | Decline | None:
         torch.ops.fxfuse.rms_norm_silu_gate.default,
         b.x,
         b.gate,
-        norm.weight,
+        norm.vector,
         outputs=("gated",),
         **first,
         **second,

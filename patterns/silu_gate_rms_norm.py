@@ -39,7 +39,7 @@ def build(b: Bound) -> Call | Decline | None:
         torch.ops.fxfuse.silu_gate_rms_norm.default,
         b.x,
         b.gate,
-        norm.weight,
+        norm.vector,
         outputs=("normed",),
         group=group,
         **first,

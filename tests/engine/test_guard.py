@@ -229,7 +229,7 @@ def test_operands_that_broadcast(shapes, reason):
     assert report.counts == {"rms_norm": 1}
 
 
-@pytest.mark.parametrize("shape", [(1,), (4, N), (N, 1), (1, N)])
+@pytest.mark.parametrize("shape", [(1,), (4, N), (N, 1), (1, 1, N)])
 def test_factors_that_are_not_one_value_per_column_stay_outside(shape):
     rows = N if shape == (N, 1) else 4
     report = check(lambda x, r, w: rms(x + r, w), inputs((rows, N), (rows, N), shape))

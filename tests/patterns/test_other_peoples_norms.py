@@ -392,7 +392,68 @@ class OverHeadsAndColumns(Base):
         return (h * torch.rsqrt(mean_square + self.eps)).flatten(-2) * self.weight
 
 
+class RowOfWeights(Base):
+    """As in an audio codec: the weight is stored as one row, and goes onto the root."""
+
+    dtype = torch.bfloat16
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(self.weight.detach().view(1, 1, -1))
+
+    def forward(self, x):
+        wide = x.to(torch.float32)
+        var = self.eps + torch.mean(wide**2, dim=2, keepdim=True)
+        return (wide * (self.weight.to(var) * torch.rsqrt(var))).to(x.dtype)
+
+
+class Video(Base):
+    """Channels first, of a tensor of five dimensions."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(self.weight.detach().view(-1, 1, 1))
+
+    def forward(self, x):
+        x = x.unflatten(-1, (4, -1))
+        return x * torch.rsqrt(x.pow(2).mean(1, keepdim=True) + self.eps) * self.weight
+
+
+class OneVector(Base):
+    def forward(self, x):
+        return self.weight * (torch.rsqrt(torch.mean(x**2) + self.eps) * x)
+
+
+class MappedVectors(OneVector):
+    def forward(self, x):
+        return torch.vmap(torch.vmap(super().forward))(x)
+
+
+class Doubled(Base):
+    """For a device that has a LayerNorm and no RMSNorm."""
+
+    def forward(self, x):
+        doubled = torch.cat([x, -x], dim=-1)
+        normed = F.layer_norm(doubled, (2 * x.size(-1),), None, None, self.eps)
+        return normed[..., : x.size(-1)] * self.weight
+
+
+class MeanOfMeans(Base):
+    def forward(self, x):
+        power = torch.pow(x, 2).mean(dim=1, keepdim=True).mean(dim=2, keepdim=True)
+        return self.weight * x / torch.pow(power + self.eps, 0.5)
+
+
+class DetachedRoot(Base):
+    def forward(self, x):
+        root = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+        return x * root.detach() * self.weight
+
+
 NORMS = [
+    (RowOfWeights, "rms_norm", EPS),
+    (Video, "rms_norm", EPS),
+    (OneVector, "rms_norm", EPS),
     (RoundedScale, "rms_norm", EPS),
     (ChannelsFirst, "rms_norm", EPS),
     (FlaxStatistics, "rms_norm", EPS),
@@ -436,6 +497,10 @@ class CentredStatistic(Base):
 
 
 NEAR = [
+    (MappedVectors, "it lies inside a functorch transform (vmap, grad or jvp)"),
+    (Doubled, "a LayerNorm of [x, -x] gives the RMSNorm of x"),
+    (MeanOfMeans, "it takes the mean of means"),
+    (DetachedRoot, "its statistic is detached"),
     (WrittenStatistics, "not the tensor whose squares are averaged"),
     (CentredOverMoments, "not the tensor whose squares are averaged"),
     (LargestFirst, "its eps is a tensor"),
@@ -462,7 +527,8 @@ NEAR = [
 
 def example(cls):
     torch.manual_seed(0)
-    x = torch.randn((D, D) if cls is ForgottenKeepdim else (2, D, D))
+    shape = {ForgottenKeepdim: (D, D), OneVector: (D,)}.get(cls, (2, D, D))
+    x = torch.randn(shape)
     return cls().to(cls.dtype), x.to(cls.dtype)
 
 
