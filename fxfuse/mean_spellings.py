@@ -11,13 +11,11 @@ import torch
 from torch import fx
 
 from fxfuse.facts import known_equal
-from fxfuse.powers import STEPS, width_of
-from fxfuse.shape_spellings import reshape
+from fxfuse.kept_dims import DROPPED
+from fxfuse.powers import width_of
 from fxfuse.term import Term, ViewLike, arguments, is_number, opaque, spelt
 
 aten = torch.ops.aten
-
-_DROPPED = "it drops the dimension that it reduces (keepdim=False)"
 
 
 def _reduction(word: str, *spellings: object) -> None:
@@ -31,7 +29,7 @@ def _reduction(word: str, *spellings: object) -> None:
         elif flaw is not None and view.facts.dim != -1:
             return opaque(node)
         if flaw is None and not keepdim and not _is_vector(view, x):
-            flaw = _DROPPED
+            flaw = DROPPED
         return Term(word, (x,), (node,), flaw)
 
 
@@ -123,7 +121,7 @@ def _vector_norm(view: ViewLike, node: fx.Node) -> Term:
 def _sum_of_squares(node: fx.Node, x: object, keeps: bool) -> Term:
     """What one node computes of the last dimension of x, in words."""
     square = Term("square", (x,), (node,))
-    return Term("sum", (square,), (node,), None if keeps else _DROPPED)
+    return Term("sum", (square,), (node,), None if keeps else DROPPED)
 
 
 @spelt(torch.linalg.vecdot, aten.linalg_vecdot.default)
@@ -150,7 +148,7 @@ def _einsum(view: ViewLike, node: fx.Node) -> Term:
         return opaque(node)
     if result == rows[:-1] and set(subscripts) == {rows} and len(set(operands)) == 1:
         if len(operands) == 1:
-            return Term("sum", (operands[0],), (node,), _DROPPED)
+            return Term("sum", (operands[0],), (node,), DROPPED)
         return (
             _sum_of_squares(node, operands[0], keeps=False) if len(operands) == 2 else opaque(node)
         )
@@ -197,7 +195,7 @@ def moment(view: ViewLike, node: fx.Node, call: fx.Node, index: int) -> Term:
     x, dim, _, keepdim = arguments(call, "input|self", "dim", "unbiased", "keepdim")
     if index == 0:
         return Term("var", (x,), (node, call))
-    flaw = _not_last(view, x, dim, "mean") or (None if keepdim is True else _DROPPED)
+    flaw = _not_last(view, x, dim, "mean") or (None if keepdim is True else DROPPED)
     return Term("mean", (x,), (node, call), flaw)
 
 
@@ -233,35 +231,3 @@ def _squared_distance(view: ViewLike, node: fx.Node) -> Term:
 
 _deviation("std", torch.std, ".std", aten.std.correction, aten.std.dim)
 _deviation("var", torch.var, ".var", aten.var.correction, aten.var.dim)
-
-
-@spelt(torch.unsqueeze, ".unsqueeze", aten.unsqueeze.default)
-def _unsqueeze(view: ViewLike, node: fx.Node) -> Term:
-    x, dim = arguments(node, "input|self", "dim")
-    shape = view.facts.shape(x)
-    back = kept(view, node, x) if _is_put_back(view, shape, dim) else None
-    return back or reshape(view, node, x)
-
-
-def _is_put_back(view: ViewLike, shape: tuple | None, dim: int) -> bool:
-    """Whether a new dimension stands where the view's norms have theirs."""
-    if view.facts.dim == dim == -1:
-        return True
-    return shape is not None and dim % (len(shape) + 1) == view.facts.dim % (len(shape) + 1)
-
-
-def kept(view: ViewLike, node: fx.Node, x: object) -> Term | None:
-    """A reduction without keepdim, or a root of one, whose dimension is put back."""
-    term = view.see(x)
-    if term is None:
-        return None
-    if term.flaw == _DROPPED:
-        return Term(term.word, term.args, (node, *term.nodes))
-    if term.flaw is None and term.word in STEPS:
-        tensors = [a is not None and not view.facts.is_number(a) for a in term.args]
-        if tensors.count(True) == 1:
-            at = tensors.index(True)
-            inner = kept(view, node, term.args[at])
-            args = (*term.args[:at], inner, *term.args[at + 1 :])
-            return inner and Term(term.word, args, term.nodes)
-    return None

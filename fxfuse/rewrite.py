@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import fx
 
-from fxfuse import fuel, placing, policy as policies, registry
+from fxfuse import fuel, in_place, placing, policy as policies, registry
 from fxfuse.describe import describe
 from fxfuse.guard import Guards
 from fxfuse.match import Bound, Call, Decline, Derived, Fusion
@@ -122,6 +122,7 @@ class _Rewrite:
     _needed: set[fx.Node] = field(default_factory=set)
 
     def run(self) -> None:
+        changes = in_place.follow(self.graph_module.graph)
         self.view = View(self.graph_module, self.dim)
         self._nodes = list(self.graph_module.graph.nodes)
         self.guards = Guards(self.view)
@@ -136,6 +137,8 @@ class _Rewrite:
         if self._plans:
             self.graph_module.graph.lint()
             self.graph_module.recompile()
+        else:
+            in_place.undo(changes)
 
     def again(self) -> _Rewrite:
         """The same for the graph as it is now."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from fxfuse.kept_dims import put_back
 from fxfuse.term import Term, ViewLike, arguments, opaque, spelt
 
 aten = torch.ops.aten
@@ -25,7 +26,13 @@ def _merge(view: ViewLike, node: fx.Node) -> Term:
 def _resize(view: ViewLike, node: fx.Node) -> Term:
     (x,) = arguments(node, "input|self")
     sizes = node.args[1:] or [a for a in node.kwargs.values() if a is not x]
-    return reshape(view, node, x, _last(sizes))
+    return put_back(view, node, x) or reshape(view, node, x, _last(sizes))
+
+
+@spelt(torch.unsqueeze, ".unsqueeze", aten.unsqueeze.default)
+def _unsqueeze(view: ViewLike, node: fx.Node) -> Term:
+    x, dim = arguments(node, "input|self", "dim")
+    return put_back(view, node, x, dim) or reshape(view, node, x)
 
 
 @spelt(".unflatten", torch.unflatten, aten.unflatten.int)

@@ -11,7 +11,8 @@ import operator
 import torch
 from torch import fx
 
-import fxfuse.cast_spellings  # noqa: F401  (registers its readers)
+import fxfuse.cast_spellings
+import fxfuse.shape_spellings  # noqa: F401  (both register readers)
 from fxfuse.facts import known_equal, same_shape
 from fxfuse.gate_spellings import (
     LEAF_ACTIVATIONS,
@@ -20,7 +21,8 @@ from fxfuse.gate_spellings import (
     silu_of_product,
     silu_of_quotient,
 )
-from fxfuse.mean_spellings import VAR_MEAN, filling, kept, mean_of_squares, mean_of_sum, moment
+from fxfuse.kept_dims import kept
+from fxfuse.mean_spellings import VAR_MEAN, filling, mean_of_squares, mean_of_sum, moment
 from fxfuse.term import Attr, Term, ViewLike, arguments, is_number, opaque, spelt
 
 aten = torch.ops.aten
@@ -59,6 +61,8 @@ def _add(view: ViewLike, node: fx.Node) -> Term:
     if not _safe(view, node, x, y):
         return opaque(node)
     plain = alpha is None or (is_number(alpha) and alpha == 1)
+    if not plain and is_number(alpha) and view.facts.constant(x) is not None:
+        return Term("add", (x, Term("mul", (y, alpha), (node,))), (node,))
     flaw = None if plain else f"the add multiplies an operand (alpha={alpha})"
     mean = None if flaw else mean_of_squares(view, node, x, y)
     return mean or Term("add", (x, y), (node,), flaw)

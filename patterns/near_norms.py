@@ -26,6 +26,10 @@ from fxfuse.patterns.norms import HALVES, Norm, name_of, rms_norm_of, weight_pro
 
 _DEVIATION = "it divides by a standard deviation, not by the root of a mean of squares"
 _VECTOR_NORM = "it divides by a vector norm, not by the root of a mean of squares"
+_NORMALIZE = (
+    "it divides by a vector norm that has a least value: F.normalize clamps that norm instead of "
+    "adding an eps"
+)
 _EPS_OUTSIDE = "its eps is added outside of the root"
 _CLAMPED = "its root is clamped, which that of an RMSNorm is not"
 _MEAN_OF_MEANS = "it takes the mean of means, which is over more than the last dimension"
@@ -47,7 +51,7 @@ def near_miss(view: View, node: fx.Node) -> str | None:
     if term.word == "rms_norm":
         return term.flaw or "it is not in a form that the op computes"
     if term.word == "unit_length":
-        return f"{_VECTOR_NORM} (F.normalize clamps that norm instead of adding an eps)"
+        return _NORMALIZE
     if _is_doubled(view, node):
         return _DOUBLED
     if term.word == "std":

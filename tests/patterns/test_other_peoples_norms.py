@@ -429,6 +429,39 @@ class MappedVectors(OneVector):
         return torch.vmap(torch.vmap(super().forward))(x)
 
 
+class AddAlpha(Base):
+    def forward(self, x):
+        total = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square()
+        return x / torch.sqrt(torch.add(self.eps, total, alpha=1 / self.dim)) * self.weight
+
+
+class PutBackByShape(Base):
+    def forward(self, x):
+        b, t, _ = x.shape
+        return self.weight * (x / torch.sqrt(x.pow(2).mean(dim=(2,)).reshape(b, t, 1) + self.eps))
+
+
+class Statements(Base):
+    """Each step in place, as a statement of its own."""
+
+    def forward(self, x):
+        variance = x.to(torch.float32).pow(2).mean(-1, keepdim=True)
+        variance.add_(self.eps)
+        x = x * torch.rsqrt(variance)
+        x.mul_(self.weight)
+        return x
+
+
+class StatementsAndReaders(Base):
+    """What is read before a write and after the next is not the same."""
+
+    def forward(self, x):
+        variance = x.pow(2).mean(-1, keepdim=True)
+        before = torch.rsqrt(variance + self.eps)
+        variance.add_(1)
+        return x * before * self.weight + torch.rsqrt(variance)
+
+
 class Doubled(Base):
     """For a device that has a LayerNorm and no RMSNorm."""
 
@@ -454,6 +487,9 @@ NORMS = [
     (RowOfWeights, "rms_norm", EPS),
     (Video, "rms_norm", EPS),
     (OneVector, "rms_norm", EPS),
+    (AddAlpha, "rms_norm", EPS),
+    (PutBackByShape, "rms_norm", EPS),
+    (Statements, "rms_norm", EPS),
     (RoundedScale, "rms_norm", EPS),
     (ChannelsFirst, "rms_norm", EPS),
     (FlaxStatistics, "rms_norm", EPS),
@@ -518,7 +554,8 @@ NEAR = [
     (Partial, "not the tensor whose squares are averaged"),
     (OverTokens, "it is over dim 1, not the last, and its weight of shape (32,) is not along"),
     (ForgottenKeepdim, "drops the dimension that it reduces"),
-    (Stale, "is written by add_"),
+    (Stale, "not the tensor whose squares are averaged"),
+    (StatementsAndReaders, "the value variance inside it is also used by add_"),
     (Detached, "its statistic is detached"),
     (Clamped, "its root is clamped"),
     (CentredNumerator, "not the tensor whose squares are averaged"),
