@@ -5,11 +5,12 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from scripts.fuzzing.judge import Complaint, Runs, judge
+from scripts.fuzzing.noise import Noisy
 from scripts.fuzzing.outcome import Outcome, run
 from scripts.fuzzing.program import Program
 from scripts.fuzzing.routes import ROUTES, NoRoute, Prepared, Route
@@ -71,15 +72,16 @@ def _along(program: Program, route: Route) -> tuple[list[Complaint], Counter]:
         return [Complaint("raises", "fxfuse", f"{type(error).__name__}: {error}")], Counter()
     exact, narrow = _twins(program)
 
-    def runs_of(seeds: Iterable[int]) -> Runs:
+    def runs_of(seeds: Iterable[int], noisy: bool = False) -> Runs:
         calls = prepared.reference, prepared.fused
         ran = [[run(program, call, seed) for seed in seeds] for call in calls]
-        return Runs(program, *ran, exact(seeds), narrow(seeds))
+        noise = _noisy(program, seeds) if noisy else []
+        return Runs(program, *ran, exact(seeds), narrow(seeds), noise)
 
     runs, sites = runs_of([0]), prepared.counts()
     complaints = judge(runs, bits=route.exact)
     if any(c.kind == "numbers" for c in complaints):
-        runs = runs_of(SEEDS)
+        runs = runs_of(SEEDS, noisy=True)
         complaints = judge(runs, bits=route.exact)
     return _ours(complaints, runs, prepared, route), sites
 
@@ -92,11 +94,20 @@ def _ours(
         return []
     call = prepared.plain()
     plain = [run(runs.program, call, seed) for seed in range(len(runs.fused))]
-    theirs = judge(Runs(runs.program, runs.reference, plain, runs.exact, runs.narrow), route.exact)
+    theirs = judge(replace(runs, fused=plain), route.exact)
     known = {(c.kind, c.what) for c in theirs}
     if plain[0].stage == "forward" or any(c.kind == "raises" for c in theirs):
         return []
     return [c for c in complaints if (c.kind, c.what) not in known]
+
+
+def _noisy(program: Program, seeds: Iterable[int]) -> list[Outcome]:
+    """The runs of a program with steps that err."""
+    found = []
+    for seed in seeds:
+        with Noisy(seed):
+            found.append(run(program, program.function(), seed))
+    return [] if any(o.stage for o in found) else found
 
 
 def _twins(program: Program) -> tuple[Callable, Callable]:

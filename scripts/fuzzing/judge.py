@@ -19,7 +19,9 @@ of a sum moves a value over a rounding border, one element in 2^12 or fewer; suc
 take its row along if a root is rounded, which is 3 % of the bits at most. What is over a bound is
 run again on other inputs, and judged by all of them together, so that no single row decides. Where
 a tensor is made of noise (terms that cancel, as in the gradient of a norm of one column) the error
-without fusing is large, too; then only its size counts.
+without fusing is large, too; then only its size counts. It may be small by luck: it is taken for no
+less than what roundings can do to the tensor (noise.py), where they can do what only cancelling
+lets them.
 """
 
 from __future__ import annotations
@@ -62,7 +64,8 @@ class Complaint:
 class Runs:
     """The runs of one program, on the same inputs each.
 
-    exact, narrow: the program in fp64 and in fp32, where it can be run so.
+    exact, narrow: the program in fp64 and in fp32, where it can be run so. noisy: the program as it
+    is, where each step errs as roundings may; empty if nobody has looked.
     """
 
     program: Program
@@ -70,6 +73,7 @@ class Runs:
     fused: Sequence[Outcome]
     exact: Sequence[Outcome]
     narrow: Sequence[Outcome]
+    noisy: Sequence[Outcome] = ()
 
 
 def judge(runs: Runs, bits: bool) -> list[Complaint]:
@@ -160,12 +164,13 @@ class _Tensors:
         if size == 0 or ours == 0:
             return None
         scale = max(size, 1e-12)
-        ours, theirs = ours / scale, max(theirs / scale, self._narrow_error(exact))
+        noise = self._noise(wants, CANCELS * step * size)
+        ours, theirs = ours / scale, max(theirs / scale, noise / scale, self._narrow_error(exact))
         if theirs > NOISE:
             return None if ours < 10 * theirs else f"error {ours:.2g}, without fusing {theirs:.2g}"
         parameter = any(i.name == self.name and i.parameter for i in self.runs.program.inputs)
         ratio = RATIO_OF_WEIGHTS if parameter and self.kind == "gradients" else RATIO
-        if theirs > CANCELS * step:
+        if theirs > CANCELS * step or noise:
             ratio = RATIO_WHERE_IT_CANCELS
         slack = (SLACK_OF_FP64 if step < 1e-12 else SLACK) * step
         if ours <= ratio * theirs + slack:
@@ -174,6 +179,14 @@ class _Tensors:
 
     def _step(self) -> float:
         return max(torch.finfo(d).eps for d in self.runs.program.dtypes()) / 2
+
+    def _noise(self, wants: list, least: float) -> float:
+        """How far roundings alone can move the tensor, 0 if that is not so far."""
+        noisy = self._all(self.runs.noisy)
+        if not noisy or noisy[0] is None or noisy[0].shape != wants[0].shape:
+            return 0.0
+        noise = _error_of(noisy, wants, wants)
+        return noise if noise > least else 0.0
 
     def _narrow_error(self, exact: list) -> float:
         """For a program in fp64, whose error is not known: that of fp32, in steps of fp64."""

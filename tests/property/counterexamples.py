@@ -100,3 +100,29 @@ def a_wider_product_whose_gradient_cancels(
     v1 = v0 * F.silu(r)
     v2 = torch.mul(v1, (v1 * v1).sum(1, keepdim=True).rsqrt())
     return v2
+
+
+def a_gradient_of_which_roundings_are_all_that_is_left(  # seed 90961
+    w: "8 bfloat16 parameter grad sliced",
+    r: "2x2x3x8 float32 grad",
+    w1: "8 float32 parameter grad",
+    r1: "2x2x3x8 float64 grad sliced",
+) -> "train":
+    v0 = r * 1.5
+    v2 = v0.square()
+    v3 = v2.mean(-1, keepdim=True)
+    v4 = v3**-0.5
+    v7 = (v0 * w.float()).mul(v4)
+    v8 = r + v7
+    v9 = (v8.roll(1, 0).pow(2)).mean(-1, True, dtype=torch.float32)
+    v11 = v8.div(v9)
+    v13 = v11 * w1
+    v14 = v13.norm(2, -1, keepdim=True)
+    v15 = v13 / (v14 * 8**-0.5)
+    v16 = torch.mul(v15, (1 + w))
+    v18 = v11 + v16
+    v32 = v18 * r1
+    v38 = torch.square(v32)
+    v40 = v38.sqrt()
+    v41 = torch.div(v32, v40)
+    return v41

@@ -15,9 +15,12 @@ from scripts import fuzz
 from scripts.fuzzing.builder import Builder
 from scripts.fuzzing.check import Failure, check
 from scripts.fuzzing.generate import generate, runs
+from scripts.fuzzing.noise import Noisy
+from scripts.fuzzing.outcome import run
 from scripts.fuzzing.pieces import PIECES
 from scripts.fuzzing.program import Program, arguments
 from scripts.fuzzing.shrink import shrink
+from tests.property.test_random_programs import counterexamples
 
 Guards = guard.Guards
 MOST = 200
@@ -119,6 +122,48 @@ def test_a_residual_gradient_that_is_dropped(monkeypatch):
     assert [c.what for c in failure.complaints] == ["gradient of x"]
 
 
+ALL_CANCELS = """
+def f(x: "12x1 float32 grad", w: "1 float32 grad") -> "train":
+    v0 = x * 1.5
+    v1 = v0 * torch.rsqrt(v0.pow(2).mean(-1, keepdim=True))
+    return v1 * w
+"""
+
+
+# Of the terms that cancel: noise is 1e-7 of them, and no less than all of a gradient that is 0.
+@pytest.mark.parametrize("part, is_fault", [(1e-8, False), (1e-7, False), (1e-5, True), (1, True)])
+def test_where_all_cancels_a_fault_is_more_than_noise(part, is_fault, monkeypatch):
+    backward = norm_ops.compiled.rms_norm_bwd
+
+    def wrong(dys, h, weight, rstd, dres=None, **options):
+        dx, *others = backward(dys, h, weight, rstd, dres, **options)
+        return dx + part * rstd * weight, *others
+
+    monkeypatch.setattr(norm_ops.compiled, "rms_norm_bwd", wrong)
+    failures = check(Program.parse(ALL_CANCELS), ["eager"]).failures
+    assert [c.what for f in failures for c in f.complaints] == ["gradient of x"] * is_fault
+
+
+def test_a_lucky_gradient_of_which_roundings_are_left_is_no_standard(monkeypatch):
+    program = counterexamples()["a_gradient_of_which_roundings_are_all_that_is_left"]
+    assert not check(program, ["aot_eager"]).failures
+    monkeypatch.setattr("scripts.fuzzing.check._noisy", lambda *_: [])
+    (failure,) = check(program, ["aot_eager"]).failures
+    assert [c.what for c in failure.complaints] == ["gradient of w1"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_noise_is_a_few_steps_where_little_cancels(dtype):
+    program = Program.parse(LONG.replace("float32", str(dtype).removeprefix("torch.")))
+    plain = run(program, program.function(), 0)
+    with Noisy(0):
+        noisy = run(program, program.function(), 0)
+    for kind in ("outputs", "gradients"):
+        for name, t in getattr(plain, kind).items():
+            error = (getattr(noisy, kind)[name] - t).double().norm() / t.double().norm()
+            assert 0.2 < error / torch.finfo(dtype).eps * 2 < 8, name
+
+
 def test_a_failure_is_cut_down(monkeypatch):
     monkeypatch.setattr(norms.Norm, "number", ten_times_eps(norms.Norm.number))
     program = Program.parse(LONG)
@@ -170,7 +215,7 @@ def test_the_command_tells_what_it_found(monkeypatch, tmp_path, capsys):
     file = tmp_path / "found.py"
     monkeypatch.setattr(fuzz.Fuzz, "_start", lambda self, number: None)
     options = fuzz.parse(["--minutes", "0", "--start", "0", "--append", str(file)])
-    run = fuzz.Fuzz(options)
-    run._tell("# seed 7\ndef f(x): return x")
+    found = fuzz.Fuzz(options)
+    found._tell("# seed 7\ndef f(x): return x")
     assert "# seed 7" in capsys.readouterr().out and "# seed 7" in file.read_text()
-    assert run.failures and "1 failures" in run.summary()
+    assert found.failures and "1 failures" in found.summary()
