@@ -9,8 +9,13 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-_RETURNS_ITS_OPERAND = {
+aten = torch.ops.aten
+
+_RETURN_THEIR_OPERAND = {
     "add_", "mul_", "div_", "pow_", "rsqrt_", "sqrt_", "reciprocal_", "square_",
+    aten.add_.Tensor, aten.add_.Scalar, aten.mul_.Tensor, aten.mul_.Scalar, aten.div_.Tensor,
+    aten.div_.Scalar, aten.pow_.Scalar, aten.rsqrt_.default, aten.sqrt_.default,
+    aten.reciprocal_.default, aten.square_.default,
 }  # fmt: skip
 
 Change = tuple[fx.Node, tuple, dict]
@@ -33,9 +38,6 @@ def undo(changes: list[Change]) -> None:
 
 
 def _written(node: fx.Node) -> fx.Node | None:
-    """What a node writes to and returns, None if it is no such op."""
-    name = node.target if node.op == "call_method" else None
-    if isinstance(node.target, torch._ops.OpOverload):
-        name = node.target._schema.name.removeprefix("aten::")
-    operand = node.args[0] if name in _RETURNS_ITS_OPERAND and node.args else None
+    """What a method or an ATen op writes to and returns, None for all other nodes."""
+    operand = node.args[0] if node.target in _RETURN_THEIR_OPERAND and node.args else None
     return operand if isinstance(operand, fx.Node) else None

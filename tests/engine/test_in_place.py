@@ -11,6 +11,12 @@ def traced(function):
     return fx.symbolic_trace(function)
 
 
+def of_aten(x):
+    y = x * 2
+    torch.ops.aten.add_.Tensor(y, x)
+    return y, x
+
+
 def before_and_after(x):
     y = x * 2
     early = y + 1
@@ -32,7 +38,7 @@ def through_a_view(x):
     return row + 1, y
 
 
-FUNCTIONS = [before_and_after, chain, through_a_view]
+FUNCTIONS = [before_and_after, chain, through_a_view, of_aten]
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
