@@ -8,7 +8,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 import fxfuse
-from tests.dialects import exported
+from tests.dialects import aten, exported
 
 N = 16
 
@@ -109,3 +109,59 @@ def test_complex_weight_is_left_alone():
     report = fxfuse.apply(gm, args).meta["fxfuse"]
     assert "weight" not in [k for m in report.matches for k in m.shapes]
     torch.testing.assert_close(gm(*args), rms(args[0]) * args[1])
+
+
+def root(x: torch.Tensor) -> torch.Tensor:
+    return torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+def of_one_column(x):
+    column = x[:, :1] * 1.5
+    return column * root(column).expand_as(x)
+
+
+def of_complex_numbers(x):
+    z = torch.complex(x, 2 * x)
+    return z * root(z)
+
+
+def whole_of_complex_numbers(x):
+    return F.rms_norm(torch.complex(x, 2 * x), (48,), eps=1e-6)
+
+
+def by_a_wider_root(x):
+    return x * root(x).double()
+
+
+def by_a_root_of_whole_numbers(x):
+    return x * root(x).to(torch.int32)
+
+
+def rows_rounded_before_a_wider_root(x):
+    return 48**0.5 * x * x.double().pow(2).sum(-1, keepdim=True).rsqrt()
+
+
+def rows_rounded_before_a_wider_root_divides(x):
+    return (48**0.5 * x / (x.double().pow(2).sum(-1, keepdim=True) + 1e-6).sqrt()).float()
+
+
+LEFT_ALONE = {
+    of_one_column: "what it scales, of shape (4, 1), broadcasts",
+    of_complex_numbers: "its input is complex64, not a floating-point tensor",
+    whole_of_complex_numbers: "its input is complex64, not a floating-point tensor",
+    by_a_wider_root: "its root is cast to float64 before it scales",
+    by_a_root_of_whole_numbers: "its root is cast to int32 before it scales",
+    rows_rounded_before_a_wider_root: "it divides by the root of a sum of squares",
+    rows_rounded_before_a_wider_root_divides: "it divides by the root of a sum of squares",
+}
+
+
+@pytest.mark.parametrize("trace", [lambda f, x: fx.symbolic_trace(f), aten], ids=["fx", "make_fx"])
+@pytest.mark.parametrize("function", LEFT_ALONE, ids=lambda f: f.__name__)
+def test_steps_in_other_dtypes_or_shapes_are_left_alone(function, trace):
+    x = torch.randn(4, 48, generator=torch.Generator().manual_seed(0))
+    gm = fxfuse.apply(trace(function, (x,)), (x,))
+    report = gm.meta["fxfuse"]
+    assert not report.counts and torch.equal(gm(x), function(x))
+    (miss,) = report.misses
+    assert LEFT_ALONE[function] in miss.reason
