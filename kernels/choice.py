@@ -105,7 +105,7 @@ def _device(device: torch.device, margin: int) -> Device:
 def clusters_work(kind: Architecture) -> bool:
     """Whether clusters are asked for (FXFUSE_CLUSTERS=1: no GPU has tried them yet), and can be."""
     version = tuple(int(part) for part in triton.__version__.split(".")[:2])
-    able = kind.name in ("sm_90", "sm_100", "sm_103") and version >= (3, 8)
+    able = kind.name in ("sm_90", "sm_100", "sm_103") and version >= (3, 9)
     return able and os.environ.get("FXFUSE_CLUSTERS") == "1"
 
 
