@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fxfuse.costs import GPUS
-from fxfuse.facts import known_less
+from fxfuse.facts import known_equal, known_less
 from fxfuse.match import Call, Fusion
 from fxfuse.neighbours import Neighbours
 from fxfuse.policy import Place
@@ -44,6 +44,7 @@ def place(
         fp16=any(value.dtype == torch.float16 for value in known),
         trains=trains,
         strided=any(_is_strided(value, dim) for value in values[:1]),
+        strided_vector=any(map(_is_strided_vector, known)),
         flow=flow,
         added_apart=neighbours.added_apart(call) if joins else None,
     )
@@ -57,6 +58,12 @@ def _trains(known: list[torch.Tensor]) -> bool:
 def _is_strided(value: torch.Tensor | None, dim: int) -> bool:
     """Whether the values of a row are known to lie apart in memory."""
     return value is not None and value.dim() > 0 and known_less(1, value.stride(dim))
+
+
+def _is_strided_vector(value: torch.Tensor) -> bool:
+    """Whether a tensor is one row, and its values are known to lie apart in memory."""
+    steps = [step for step, size in zip(value.stride(), value.shape) if not known_equal(size, 1)]
+    return len(steps) == 1 and known_less(1, steps[0])
 
 
 def _size(value: torch.Tensor | None, dim: int, group: int) -> tuple[int | None, int | None]:

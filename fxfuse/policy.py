@@ -25,8 +25,9 @@ class Place:
 
     target: one of `TARGETS`. rows, columns, flow: None where they are not known. fp16: whether an
     operand or result is. trains: whether gradients are asked for. strided: whether the values of a
-    row lie apart in memory. added_apart: of a backward op that is there and is to take more
-    gradients, how many of these Inductor would add up in one kernel; None for all else.
+    row lie apart in memory. strided_vector: whether those of a weight do. added_apart: of a
+    backward op that is there and is to take more gradients, how many of these Inductor would add up
+    in one kernel; None for all else.
     """
 
     pattern: str
@@ -37,6 +38,7 @@ class Place:
     fp16: bool = False
     trains: bool = True
     strided: bool = False
+    strided_vector: bool = False
     flow: Flow | None = None
     added_apart: int | None = None
 
@@ -65,6 +67,11 @@ UNKNOWN = Choice("inline", "inline", "its shapes are not known, so nothing is pu
 # ---- CPU ----------------------------------------------------------------------------------------
 
 CPU_RULES = (
+    # Seen in 2.13: the backward of a norm keeps one row in a buffer while it walks several.
+    Rule(
+        lambda p: p.strided_vector,
+        Choice("kernel", "kernel", "on a CPU Inductor mixes up rows where a weight is strided"),
+    ),
     Rule(
         lambda p: p.fp16,
         Choice("kernel", "inline", "on a CPU Inductor would drop the forward's roundings to fp16"),

@@ -240,3 +240,20 @@ def test_inductor_options_take_our_keys():
         fxfuse.inductor_options({"fxfuse.policy": "x"})
     with pytest.raises(UnknownOption):
         fxfuse.inductor_options({"fxfuse.polcy": "auto"})
+
+
+def test_a_weight_whose_values_lie_apart():
+    """Inductor's code for the backward would keep one row in a buffer while it walks several."""
+
+    def gated(r, w):
+        product = r.detach() * (r.sigmoid() * r)
+        return torch.sqrt((product**2).mean(-1, keepdim=True)).reciprocal() * product * w
+
+    r, w = torch.randn(4, 3, 32, requires_grad=True), torch.randn(64)[::2]
+    assert fxfuse.explain(gated, r, w).matches[0].policy.startswith("kernel")
+    dy = torch.linspace(-1, 1, r.numel()).view_as(r)
+    found, expected = (
+        torch.autograd.grad(f(r, w), r, dy)
+        for f in (torch.compile(gated, backend=fxfuse.backend), gated)
+    )
+    torch.testing.assert_close(found, expected)
